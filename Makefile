@@ -1,0 +1,57 @@
+# Every target works on a fresh machine: it creates .venv first. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
+CPP_SOURCES = $(shell find scheduler_core model_runtime -name '*.cpp' -o -name '*.h')
+
+.PHONY: help setup runtime build demo test test-cpp test-python check lint format bench-mesh bench-scheduler clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## create .venv with everything for development
+	@tools/setup.sh dev
+
+runtime:
+	@tools/setup.sh runtime
+
+build: setup ## rebuild native code and protos if they changed
+
+demo: runtime ## prefill on one node, decode on another, watch it
+	@$(BIN)/pdmesh demo $(if $(MODEL),--model $(MODEL))
+
+test: setup test-cpp test-python ## run all tests
+
+test-cpp:
+	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
+	  || { cat build/cpp-tests.log; exit 1; }
+	@cmake --build build/cpp-tests --target scheduler_core_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
+	@ctest --test-dir build/cpp-tests --output-on-failure --progress
+
+test-python:
+	@$(BIN)/python -m pytest
+
+lint:
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+	@$(BIN)/buf lint protos
+
+check: setup lint test ## what CI runs: linters, types, all tests
+
+format: setup ## rewrite sources in the project's format
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP_SOURCES)
+
+bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
+	@$(BIN)/python bench/bench_mesh.py
+
+bench-scheduler: setup ## CPU time per scheduled request
+	@$(BIN)/python bench/bench_scheduler.py
+
+clean: ## remove everything that was built
+	rm -rf .venv build
