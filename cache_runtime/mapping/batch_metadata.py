@@ -1,0 +1,122 @@
+"""CacheBatchMetadata: one forward's block tables and spans, checked against the runtime contract.
+
+Block vocabulary only: kernel pages do not exist yet here. Holds read-only arrays; it neither copies nor changes what
+the scheduler's plan exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_runtime.contract import CacheGroupContract, CacheRuntimeContract
+from cache_runtime.errors import BatchContractError
+from cache_runtime.recipes.spec import CacheFamily
+
+Int32Array = npt.NDArray[np.int32]
+
+HOLE_BLOCK_ID = 0
+"""Table entry of a slot without storage: the null block."""
+
+PADDING_BLOCK_ID = -1
+"""Table entry behind the end of a row's table."""
+
+
+class BatchPlan(Protocol):
+    """The part of a scheduler plan the mapping reads; `scheduler_core.Plan` is one."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def begins(self) -> Int32Array: ...
+    @property
+    def input_lengths(self) -> Int32Array: ...
+    @property
+    def block_tables(self) -> Sequence[Int32Array]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheBatchMetadata:
+    """Row r feeds the tokens at positions [begins[r], begins[r] + input_lengths[r]).
+
+    `begins`, `input_lengths`: int32[num_rows]. `block_tables[group_id]`: int32[num_rows, slots of the group]; slot i
+    covers positions [i * block_granularity, (i + 1) * block_granularity).
+    """
+
+    contract: CacheRuntimeContract
+    num_rows: int
+    begins: Int32Array
+    input_lengths: Int32Array
+    block_tables: Mapping[str, Int32Array]
+
+    @classmethod
+    def from_plan(cls, plan: BatchPlan, contract: CacheRuntimeContract) -> CacheBatchMetadata:
+        """Raises BatchContractError naming the group, row and both values when the plan breaks the contract."""
+        tables = plan.block_tables
+        if len(tables) != len(contract.groups):
+            raise BatchContractError(
+                f"plan carries {len(tables)} block tables, the contract has {len(contract.groups)} groups"
+            )
+        begins, input_lengths = plan.begins, plan.input_lengths
+        _check_spans(plan.num_rows, begins, input_lengths)
+        for group, table in zip(contract.groups, tables, strict=True):
+            _check_table(group, table, plan.num_rows)
+            if group.spec.family is CacheFamily.HISTORY:
+                _check_written_slots(group, table, begins, input_lengths)
+        return cls(
+            contract=contract,
+            num_rows=plan.num_rows,
+            begins=begins,
+            input_lengths=input_lengths,
+            block_tables=MappingProxyType(dict(zip(contract.group_ids, tables, strict=True))),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_lengths.sum())
+
+
+def _check_spans(num_rows: int, begins: Int32Array, input_lengths: Int32Array) -> None:
+    for name, values in (("begins", begins), ("input_lengths", input_lengths)):
+        if values.shape != (num_rows,):
+            raise BatchContractError(f"{name} has shape {values.shape}, expected ({num_rows},)")
+        if num_rows and values.min() < 0:
+            raise BatchContractError(f"{name} must not be negative, row {int(values.argmin())} has {values.min()}")
+
+
+def _check_table(group: CacheGroupContract, table: Int32Array, num_rows: int) -> None:
+    if table.ndim != 2 or table.shape[0] != num_rows:
+        raise BatchContractError(
+            f'group "{group.group_id}": block table has shape {table.shape}, expected {num_rows} rows'
+        )
+    if table.size == 0:
+        return
+    for block_id in (table.min(), table.max()):
+        if not PADDING_BLOCK_ID <= block_id < group.num_virtual_blocks:
+            raise BatchContractError(
+                f'group "{group.group_id}": block id {block_id} is outside [{PADDING_BLOCK_ID}, '
+                f"{group.num_virtual_blocks})"
+            )
+
+
+def _check_written_slots(
+    group: CacheGroupContract, table: Int32Array, begins: Int32Array, input_lengths: Int32Array
+) -> None:
+    """Every token of the forward needs storage: writing its rows into the null block would lose them silently."""
+    begin_slots = begins // group.block_granularity
+    end_slots = np.where(input_lengths > 0, -(-(begins + input_lengths) // group.block_granularity), 0)
+    num_slots = table.shape[1]
+    slots = np.arange(num_slots, dtype=np.int32)
+    written = (slots >= begin_slots[:, None]) & (slots < end_slots[:, None])
+    missing = (written & (table <= HOLE_BLOCK_ID)).any(axis=1) | (end_slots > num_slots)
+    if missing.any():
+        row = int(missing.argmax())
+        raise BatchContractError(
+            f'group "{group.group_id}": row {row} writes positions [{begins[row]}, {begins[row] + input_lengths[row]}) '
+            f"without a block for every slot of [{begin_slots[row]}, {end_slots[row]})"
+        )

@@ -1,0 +1,99 @@
+"""CacheGroupRouter: the one logical-to-physical mapping point.
+
+Learns each claimed group's block_granularity and kernel_page_size once; per forward it turns the scheduler's block
+tables into page tables and write locations. Behind it kernels see pages only; nothing before it sees them at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cache_runtime.contract import CacheRuntimeContract
+from cache_runtime.device import CpuDevice, Device
+from cache_runtime.errors import BatchContractError, CacheConfigError, UnknownGroupError
+from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
+from cache_runtime.mapping.group_tables import CacheGroupGeometry, expand_block_table
+from cache_runtime.mapping.write_locations import span_write_locations
+from cache_runtime.recipes.spec import CacheFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedGroup:
+    """One group's kernel view of a forward."""
+
+    geometry: CacheGroupGeometry
+    page_table: torch.Tensor
+    write_locations: torch.Tensor
+
+
+class RoutedBatch:
+    """The kernel view of one forward, by group id. Tensors are on the router's device and read-only by convention."""
+
+    def __init__(self, groups: Mapping[str, RoutedGroup]) -> None:
+        self._groups = groups
+
+    def page_table(self, group_id: str) -> torch.Tensor:
+        """int32[num_rows, max_pages] page ids, 0 (the dummy page) for holes and padding. Raises UnknownGroupError."""
+        return self._group(group_id).page_table
+
+    def write_locations(self, group_id: str) -> torch.Tensor:
+        """int64[num_tokens] row indices into the group's flattened row buffers. Raises UnknownGroupError."""
+        return self._group(group_id).write_locations
+
+    def kernel_page_size(self, group_id: str) -> int:
+        """Tokens per page of the group's page table. Raises UnknownGroupError."""
+        return self._group(group_id).geometry.kernel_page_size
+
+    def _group(self, group_id: str) -> RoutedGroup:
+        try:
+            return self._groups[group_id]
+        except KeyError:
+            raise UnknownGroupError(f'group "{group_id}" is not claimed by the router') from None
+
+
+class CacheGroupRouter:
+    """Routes the groups named in `kernel_page_sizes`; other delivered groups ride through untouched.
+
+    Raises UnknownGroupError for a group the contract lacks, CacheConfigError for a page size that does not divide its
+    block, a group without rows, or a sharded group, whose virtual ids this router does not translate.
+    """
+
+    def __init__(
+        self, contract: CacheRuntimeContract, kernel_page_sizes: Mapping[str, int], device: Device | None = None
+    ) -> None:
+        self._contract = contract
+        self._device: Device = CpuDevice() if device is None else device
+        self._geometries = tuple(
+            _learn_geometry(contract, group_id, kernel_page_size)
+            for group_id, kernel_page_size in kernel_page_sizes.items()
+        )
+
+    def route(self, metadata: CacheBatchMetadata) -> RoutedBatch:
+        """One expansion and one address computation per claimed group.
+
+        Raises BatchContractError when `metadata` was checked against another contract.
+        """
+        if metadata.contract is not self._contract and metadata.contract != self._contract:
+            raise BatchContractError("batch metadata belongs to another runtime contract than the router's")
+        return RoutedBatch({geometry.group_id: self._route_group(geometry, metadata) for geometry in self._geometries})
+
+    def _route_group(self, geometry: CacheGroupGeometry, metadata: CacheBatchMetadata) -> RoutedGroup:
+        table = metadata.block_tables[geometry.group_id]
+        locations = span_write_locations(table, metadata.begins, metadata.input_lengths, geometry.block_granularity)
+        return RoutedGroup(
+            geometry=geometry,
+            page_table=self._device.upload(expand_block_table(table, geometry.pages_per_block)),
+            write_locations=self._device.upload(locations),
+        )
+
+
+def _learn_geometry(contract: CacheRuntimeContract, group_id: str, kernel_page_size: int) -> CacheGroupGeometry:
+    group = contract.group(group_id)
+    if group.spec.family is not CacheFamily.HISTORY:
+        raise CacheConfigError(f'group "{group_id}": a {group.spec.family} group has no pages to route')
+    if group.spec.shard_count != 1:
+        raise CacheConfigError(f'group "{group_id}": shard_count {group.spec.shard_count} is not supported, only 1')
+    return CacheGroupGeometry.of(group, kernel_page_size)
