@@ -1,0 +1,221 @@
+"""Configuration of a node: pydantic models whose field descriptions become the `--help` of the command line.
+
+Knows no role and no command line. Every value is checked here, before anything exists; `load_config` turns a refusal
+into one `BadConfig` that names every wrong key. The models are immutable.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from node_runtime.errors import BadConfig
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DataPlaneName = Literal["mooncake", "memory"]
+TransferProtocol = Literal["tcp", "rdma"]
+
+_SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size such as 4096, "512MiB" or "1.5 GB". Raises ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    unit = _SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"expected a size such as 512MiB or 1GiB, got {value!r}")
+    num_bytes = float(match[1]) * unit
+    if num_bytes != int(num_bytes):
+        raise ValueError(f"expected a whole number of bytes, got {value!r}")
+    return int(num_bytes)
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest binary form, e.g. 1073741824 -> "1GiB", 1610612736 -> "1.5GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _SIZE_UNITS[unit.upper()]
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.4g}{unit}"
+    return f"{num_bytes}B"
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_size)]
+
+
+class NodeConfig(BaseModel):
+    """What every node needs to know, whatever its role."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    # Enters the default node_id; each role sets its own.
+    role_name: ClassVar[str] = "node"
+
+    node_id: str = Field(
+        default="",
+        description="Stable name of this node in logs, traces and replies. Default: role, host and a random suffix.",
+    )
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces."
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    advertise_host: str = Field(
+        default="",
+        description="Host under which other nodes reach this one. Default: host, or the host name if that is 0.0.0.0.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="Where to send traces over OTLP/gRPC: host:port, or https://host:port for TLS. Default: nowhere.",
+    )
+    log_level: LogLevel = Field(default="info", description="Least severe log records to print.")
+    default_deadline_s: float = Field(
+        default=600.0, gt=0, le=86400, description="Deadline of a request whose client set none. Seconds."
+    )
+    drain_grace_s: float = Field(
+        default=30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM. Seconds."
+    )
+    max_message_bytes: ByteSize = Field(
+        default=parse_size("4MiB"), ge=1024, le=2**31 - 1, description="Largest gRPC message, both ways, e.g. 4MiB."
+    )
+    max_waiting_requests: int = Field(
+        default=256, ge=1, description="Requests that may wait for a place; more are refused with RESOURCE_EXHAUSTED."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_node(cls, values: object) -> object:
+        if isinstance(values, Mapping) and not values.get("node_id"):
+            host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:60]
+            return {**values, "node_id": f"{cls.role_name}-{host}-{secrets.token_hex(3)}"}
+        return values
+
+    @field_validator("node_id")
+    @classmethod
+    def _check_node_id(cls, value: str) -> str:
+        if not _NAME_PATTERN.fullmatch(value):
+            raise ValueError(f"expected 1 to 128 of the characters A-Z a-z 0-9 . _ -, got {value!r}")
+        return value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_log_level(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp_endpoint(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        if not re.fullmatch(r"(https?://)?(\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):\d{1,5}/?", value):
+            raise ValueError(f"expected host:port, http://host:port or https://host:port, got {value!r}")
+        return value.rstrip("/")
+
+    def advertised_host(self) -> str:
+        """Host name or address that peers can connect to."""
+        if self.advertise_host:
+            return self.advertise_host
+        return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+
+
+class ComputeNodeConfig(NodeConfig):
+    """What every node that runs the model needs: prefill, decode and fused."""
+
+    model: str = Field(min_length=1, description="GGUF file, safetensors directory, or the alias smollm2.")
+    served_model_name: str = Field(
+        default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
+    )
+    dtype: DtypeName = Field(default="float32", description="Element type of weights, activations and cache.")
+    memory: ByteSize = Field(
+        default=parse_size("1GiB"), ge=2**20, description="Size of the cache arena, e.g. 512MiB or 4GiB."
+    )
+    prefix_granularity: int = Field(
+        default=64, ge=1, le=4096, description="Tokens per prefix-cache step; the same on all nodes of a mesh."
+    )
+    kernel_page_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Rows per page of the attention kernel. Default: from the kernel registry.",
+    )
+    max_batch_size: int = Field(
+        default=64, ge=1, le=4096, description="Most requests in one forward pass (also: --max-num-seqs)."
+    )
+    token_budget: int = Field(
+        default=512, ge=1, le=65536, description="Most tokens in one forward pass (also: --max-num-batched-tokens)."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Prompt plus completion, in tokens. Default: the model's own context."
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, le=1024, description="Compute threads. Default: all cores that this process may use."
+    )
+    enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
+    data_plane: DataPlaneName = Field(default="mooncake", description="What moves the cache between nodes.")
+    transfer_protocol: TransferProtocol = Field(
+        default="tcp", description="Transport of the data plane. rdma is refused on a machine without an RDMA device."
+    )
+    rdma_device: str = Field(
+        default="", description="RDMA device to use, e.g. mlx5_0. Default: the data plane chooses."
+    )
+    weight_version: str = Field(
+        default="",
+        max_length=128,
+        description="Label of the loaded weights; nodes with different labels do not exchange cache.",
+    )
+
+    @model_validator(mode="after")
+    def _check_across_fields(self) -> ComputeNodeConfig:
+        if self.rdma_device and self.transfer_protocol != "rdma":
+            raise ValueError(
+                f"rdma_device={self.rdma_device!r} needs transfer_protocol=rdma, got {self.transfer_protocol}"
+            )
+        if self.token_budget < self.max_batch_size:
+            raise ValueError(
+                f"token_budget={self.token_budget} must be at least max_batch_size={self.max_batch_size}: "
+                "a full decode batch takes one token per request"
+            )
+        return self
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_config(config_class: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
+    """Builds and checks a configuration. Raises BadConfig that names every wrong key, value and limit."""
+    try:
+        return config_class.model_validate(dict(values))
+    except ValidationError as error:
+        faults = "; ".join(_describe_fault(config_class, dict(fault)) for fault in error.errors(include_url=False))
+        raise BadConfig(f"configuration: {faults}") from None
+
+
+def _describe_fault(config_class: type[BaseModel], fault: Mapping[str, object]) -> str:
+    location = fault["loc"]
+    key = ".".join(str(part) for part in location) if isinstance(location, tuple) else str(location)
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: unknown key of {config_class.__name__}"
+    if fault["type"] == "missing":
+        return f"{key}: required"
+    shown = "" if "got " in message or not key else f", got {fault['input']!r}"
+    return f"{key}: {message}{shown}" if key else f"{message}"

@@ -1,0 +1,117 @@
+"""The operating errors of a node, ours and a peer's.
+
+Torch-free and gRPC-free: services and sessions raise these, `node_runtime.rpc.errors` alone knows which status each
+one becomes. The text of an error is shown to clients, so it names fields, limits, nodes and addresses, never internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NodeError(Exception):
+    """Base of every operating error. Never raised itself: the status table has no row for it."""
+
+    @property
+    def message(self) -> str:
+        """Text for the client and the log."""
+        return str(self)
+
+
+class InvalidRequest(NodeError):
+    """A field of a request breaks a documented rule; the message names field and limit."""
+
+
+class UnknownModel(NodeError):
+    """The model asked for is not served here."""
+
+
+class DuplicateRequest(NodeError):
+    """A live request of this node has the same request_id."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f'request_id "{request_id}" is already live on this node')
+        self.request_id = request_id
+
+
+class IncompatiblePeer(NodeError):
+    """The logical manifests of two nodes differ. The message lists every difference with both values."""
+
+    def __init__(self, peer: str, differences: Iterable[str]) -> None:
+        self.peer = peer
+        self.differences = tuple(differences)
+        super().__init__(f"the caches of this node and {peer} do not fit together: " + "; ".join(self.differences))
+
+
+class NotBootstrapped(NodeError):
+    """A handoff names an incarnation that this node never bootstrapped with, or one that is gone."""
+
+
+class NoPrefillNode(NodeError):
+    """A decode node that cannot prefill itself was given no prefill address."""
+
+
+class NodeBusy(NodeError):
+    """An operation that needs an idle node met live requests or transfers; nothing was changed."""
+
+
+class QueueFull(NodeError):
+    """The bounded waiting queue has no place left."""
+
+
+class RequestTooLarge(NodeError):
+    """The request can never fit this node's arena, however long it waits."""
+
+
+class PeerUnavailable(NodeError):
+    """A peer cannot be reached, or it went away during a call."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"node at {address} is unavailable: {reason}")
+        self.address = address
+        self.reason = reason
+
+
+class NodeDraining(NodeError):
+    """This node finishes what it has and accepts nothing new."""
+
+
+class TransferBroken(NodeError):
+    """The data plane failed to move the cache of a request."""
+
+
+class DeadlineExceeded(NodeError):
+    """The deadline of a call passed before its work was done."""
+
+
+class RequestCancelled(NodeError):
+    """The caller gave up."""
+
+
+class RemoteError(NodeError):
+    """A peer's own status, passed on unchanged.
+
+    `code_name` is the canonical gRPC name, e.g. "FAILED_PRECONDITION".
+    """
+
+    def __init__(self, code_name: str, message: str, *, address: str = "") -> None:
+        super().__init__(message)
+        self.code_name = code_name
+        self.address = address
+
+
+class BadConfig(NodeError):
+    """A configuration value is wrong; the message names the key."""
+
+
+class PortInUse(NodeError):
+    """Another process listens on the address that was configured."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"cannot listen on {host}:{port}: the port is already in use")
+        self.host = host
+        self.port = port
+
+
+class InternalError(NodeError):
+    """A defect of this node. The message tells the client no more than where to look."""

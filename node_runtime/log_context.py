@@ -1,0 +1,75 @@
+"""Log records of a node: one line each, carrying node, request and trace ids.
+
+The ids live in context variables, so they follow a request through the coroutines that serve it. Knows neither gRPC
+nor OpenTelemetry: whoever opens a request or a span binds the ids here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TextIO
+
+_request_id: ContextVar[str] = ContextVar("pdmesh_request_id", default="")
+_trace_id: ContextVar[str] = ContextVar("pdmesh_trace_id", default="")
+
+# A record stays one line whatever a client puts into a name, and a terminal sees no control sequence.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): " "}
+
+
+@contextmanager
+def bound_request_id(request_id: str) -> Iterator[None]:
+    """Puts `request_id` on every record logged inside."""
+    with _bound(_request_id, request_id):
+        yield
+
+
+@contextmanager
+def bound_trace_id(trace_id: str) -> Iterator[None]:
+    """Puts `trace_id` on every record logged inside. Empty: no trace."""
+    with _bound(_trace_id, trace_id):
+        yield
+
+
+@contextmanager
+def _bound(variable: ContextVar[str], value: str) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        # An abandoned generator is closed by another task, whose context never saw the value.
+        with suppress(ValueError):
+            variable.reset(token)
+
+
+class LineFormatter(logging.Formatter):
+    """`time level node_id [request_id trace_id] logger: message`, with `-` for an id that is unknown."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__()
+        self._node_id = node_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        ids = f"{_request_id.get() or '-'} {_trace_id.get() or '-'}"
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}: {self.formatException(record.exc_info)}"
+        line = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {self._node_id} [{ids}] {record.name}: {text}"
+        return line.translate(_ESCAPES)
+
+
+def setup_logging(node_id: str, level: str = "info", stream: TextIO | None = None) -> None:
+    """Sends all records of this process to `stream` (default: standard error). A second call replaces the first."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter(node_id))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # These libraries narrate every retry and every file they open.
+    for noisy in ("asyncio", "grpc", "opentelemetry"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

@@ -1,0 +1,230 @@
+"""What surrounds every handler: deadline, cancellation, error-to-status mapping, trace and log context.
+
+The interceptor replaces each handler by a guarded one. Handlers stay plain coroutines and async generators: they raise
+NodeError for a refusal and otherwise need to know nothing of gRPC. Owned by `RpcServer`; runs on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Generic, NoReturn, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from node_runtime.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeDraining,
+    NodeError,
+    RequestCancelled,
+)
+from node_runtime.rpc.deadlines import deadline_within, remaining_s
+from node_runtime.rpc.errors import detail_of, status_of
+from node_runtime.rpc.telemetry import Telemetry
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+ResultT = TypeVar("ResultT")
+
+# The servicers of gRPC itself. Their streams stay open for as long as the client likes, so no deadline is put on them.
+_INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
+
+_log = logging.getLogger("pdmesh.rpc")
+
+
+class ServerCall:
+    """The RpcContext of one call."""
+
+    __slots__ = ("_peer",)
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def time_remaining_s(self) -> float:
+        return remaining_s() or 0.0
+
+    def peer(self) -> str:
+        return self._peer
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Guards every handler of a server and knows which calls are running."""
+
+    def __init__(self, *, node_id: str, default_deadline_s: float, telemetry: Telemetry) -> None:
+        self._node_id = node_id
+        self._default_deadline_s = default_deadline_s
+        self._telemetry = telemetry
+        self._running: set[asyncio.Task[object]] = set()
+        self._evicted: set[asyncio.Task[object]] = set()
+        self._is_draining = False
+
+    @property
+    def num_running(self) -> int:
+        """Calls being served, those of gRPC's own services not counted."""
+        return len(self._running)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls and waits for the running ones; what still runs after `grace_s` ends in UNAVAILABLE."""
+        self._is_draining = True
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=grace_s)
+        late = set(self._running)
+        self._evicted |= late
+        for task in late:
+            task.cancel()
+        if late:
+            _log.warning("%d calls outlived the grace period of %g s and were cut off", len(late), grace_s)
+            await asyncio.wait(late, timeout=1.0)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[RequestT, ResponseT] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[RequestT, ResponseT] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(_INFRASTRUCTURE):
+            return handler
+        return _GuardedHandler(self, handler, handler_call_details).replacement()
+
+    async def run(
+        self,
+        body: Callable[[ServerCall], Awaitable[ResultT]],
+        transport: grpc.aio.ServicerContext[bytes, ResponseT],
+        details: grpc.HandlerCallDetails,
+    ) -> ResultT:
+        """Runs one handler to its end and turns whatever it raises into a status."""
+        task = cast("asyncio.Task[object]", asyncio.current_task())
+        self._running.add(task)
+        try:
+            with self._telemetry.continued(details.invocation_metadata):
+                return await self._run_bounded(body, transport, details.method)
+        finally:
+            self._running.discard(task)
+            self._evicted.discard(task)
+
+    async def _run_bounded(
+        self,
+        body: Callable[[ServerCall], Awaitable[ResultT]],
+        transport: grpc.aio.ServicerContext[bytes, ResponseT],
+        method: str,
+    ) -> ResultT:
+        asked_s = cast("float | None", transport.time_remaining())
+        limit_s = self._default_deadline_s if asked_s is None else asked_s
+        timeout = asyncio.timeout(limit_s)
+        try:
+            if self._is_draining:
+                raise NodeDraining(f"node {self._node_id} is draining")
+            with deadline_within(limit_s):
+                async with timeout:
+                    return await body(ServerCall(transport.peer()))
+        except asyncio.CancelledError:
+            await self._end_cancelled(transport, method)
+        except NodeError as error:
+            await _refuse(transport, method, error)
+        except Exception as error:
+            if timeout.expired() and isinstance(error, TimeoutError):
+                await _refuse(transport, method, DeadlineExceeded(f"deadline of {limit_s:.3f} s exceeded"))
+            _log.exception("%s failed", method)
+            await _refuse(
+                transport, method, InternalError(f"internal error; the log of node {self._node_id} has the details")
+            )
+
+    async def _end_cancelled(self, transport: grpc.aio.ServicerContext[bytes, ResponseT], method: str) -> NoReturn:
+        task = cast("asyncio.Task[object]", asyncio.current_task())
+        if task in self._evicted:
+            task.uncancel()
+            await _refuse(transport, method, NodeDraining(f"node {self._node_id} stopped before the call was done"))
+        if task.cancelling():
+            _log.info("%s cancelled by the caller", method)
+            raise asyncio.CancelledError
+        # Nobody cancelled the call: something the handler awaited was cancelled. gRPC would leave the client waiting.
+        await _refuse(transport, method, RequestCancelled("the work of this call was cancelled"))
+
+
+async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], method: str, error: NodeError) -> NoReturn:
+    code = status_of(error)
+    _log.info("%s ended in %s: %s", method, code.name, error)
+    await transport.abort(code, detail_of(error))
+
+
+class _GuardedHandler(Generic[RequestT, ResponseT]):
+    """One call's handler with the guard around it.
+
+    It takes requests as bytes: what cannot be parsed is the client's mistake and becomes INVALID_ARGUMENT here, where
+    gRPC would answer UNKNOWN. It writes responses itself, so a generator is closed the moment its call ends.
+    """
+
+    def __init__(
+        self,
+        guard: CallGuard,
+        handler: grpc.RpcMethodHandler[RequestT, ResponseT],
+        details: grpc.HandlerCallDetails,
+    ) -> None:
+        self._guard = guard
+        self._handler = handler
+        self._details = details
+
+    def replacement(self) -> grpc.RpcMethodHandler[RequestT, ResponseT]:
+        handler = self._handler
+        make, behaviour = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, self._unary_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, self._unary_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, self._stream_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, self._stream_stream),
+        }[handler.request_streaming, handler.response_streaming]
+        # The stubs of grpcio describe the synchronous handlers only.
+        untyped_make = cast("Callable[..., grpc.RpcMethodHandler[RequestT, ResponseT]]", make)
+        return untyped_make(behaviour, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    async def _unary_unary(self, data: bytes, transport: grpc.aio.ServicerContext[bytes, ResponseT]) -> ResponseT:
+        serve = cast("Callable[[RequestT, ServerCall], Awaitable[ResponseT]]", self._handler.unary_unary)
+        return await self._guard.run(lambda call: serve(self._parse(data), call), transport, self._details)
+
+    async def _stream_unary(
+        self, messages: AsyncIterable[bytes], transport: grpc.aio.ServicerContext[bytes, ResponseT]
+    ) -> ResponseT:
+        serve = cast(
+            "Callable[[AsyncIterator[RequestT], ServerCall], Awaitable[ResponseT]]", self._handler.stream_unary
+        )
+        return await self._guard.run(lambda call: serve(self._parse_all(messages), call), transport, self._details)
+
+    async def _unary_stream(self, data: bytes, transport: grpc.aio.ServicerContext[bytes, ResponseT]) -> None:
+        serve = cast("Callable[[RequestT, ServerCall], AsyncGenerator[ResponseT, None]]", self._handler.unary_stream)
+        await self._guard.run(
+            lambda call: _write_all(serve(self._parse(data), call), transport), transport, self._details
+        )
+
+    async def _stream_stream(
+        self, messages: AsyncIterable[bytes], transport: grpc.aio.ServicerContext[bytes, ResponseT]
+    ) -> None:
+        serve = cast(
+            "Callable[[AsyncIterator[RequestT], ServerCall], AsyncGenerator[ResponseT, None]]",
+            self._handler.stream_stream,
+        )
+        await self._guard.run(
+            lambda call: _write_all(serve(self._parse_all(messages), call), transport), transport, self._details
+        )
+
+    def _parse(self, data: bytes) -> RequestT:
+        deserialize = cast("Callable[[bytes], RequestT]", self._handler.request_deserializer)
+        try:
+            return deserialize(data)
+        except DecodeError:
+            raise InvalidRequest(f"request of {self._details.method}: not a valid protobuf message") from None
+
+    async def _parse_all(self, messages: AsyncIterable[bytes]) -> AsyncIterator[RequestT]:
+        async for data in messages:
+            yield self._parse(data)
+
+
+async def _write_all(
+    generator: AsyncGenerator[ResponseT, None], transport: grpc.aio.ServicerContext[bytes, ResponseT]
+) -> None:
+    async with aclosing(generator) as responses:
+        async for response in responses:
+            await transport.write(response)

@@ -1,0 +1,156 @@
+"""Channels to other nodes.
+
+Every call made here carries a deadline (its own, cut to that of the call being served) and the trace context, fails at
+once when the peer is down, and raises NodeError only. Lives on one event loop; `ChannelPool` owns the channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+import grpc
+
+from node_runtime.errors import NodeError, PeerUnavailable
+from node_runtime.rpc.address import parse_address
+from node_runtime.rpc.deadlines import call_timeout_s
+from node_runtime.rpc.errors import error_from_rpc
+from node_runtime.rpc.options import channel_options
+from node_runtime.rpc.telemetry import rpc_metadata
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+StubT = TypeVar("StubT")
+
+
+class Channel:
+    """A connection to one node, made when it is first used and remade when it broke."""
+
+    def __init__(self, address: str, *, max_message_bytes: int) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+    def stub(self, stub_class: Callable[[grpc.aio.Channel], StubT]) -> StubT:
+        """A generated stub on this channel. Pass its methods to the calls below."""
+        return stub_class(self._channel)
+
+    async def unary(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        timeout_s: float | None = None,
+    ) -> ResponseT:
+        """One request, one response. Raises NodeError."""
+        try:
+            return await method(request, timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    async def server_stream(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[ResponseT, None]:
+        """One request, many responses. Raises NodeError. Leaving the iteration early (`aclosing`) cancels the call."""
+        call = method(request, timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def duplex(
+        self,
+        method: grpc.aio.StreamStreamMultiCallable[RequestT, ResponseT],
+        *,
+        timeout_s: float | None = None,
+    ) -> DuplexCall[RequestT, ResponseT]:
+        """Opens a stream both ways. Raises DeadlineExceeded when no time is left."""
+        call = method(timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+        return DuplexCall(call, self.address)
+
+    async def close(self) -> None:
+        """Cancels what still runs on it."""
+        await self._channel.close()
+
+
+class DuplexCall(Generic[RequestT, ResponseT]):
+    """A stream both ways: send from one coroutine, iterate over the responses in another. Ends when the peer ends it.
+
+    As an async context manager it cancels the call on the way out, which is without effect on a finished one.
+    """
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT], address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def send(self, request: RequestT) -> None:
+        """Raises NodeError when the call has ended."""
+        try:
+            await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        except asyncio.InvalidStateError:
+            raise await self._end() from None
+
+    async def done_sending(self) -> None:
+        """Tells the peer that no message follows. Without effect on a call that has ended."""
+        if not self._call.done():
+            await self._call.done_writing()
+
+    async def __aiter__(self) -> AsyncIterator[ResponseT]:
+        try:
+            async for response in self._call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+
+    def cancel(self) -> None:
+        """The peer's handler is cancelled too."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> DuplexCall[RequestT, ResponseT]:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._call.cancel()
+
+    async def _end(self) -> NodeError:
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return PeerUnavailable(self._address, "the peer ended the stream")
+        details = await self._call.details()
+        return error_from_rpc(grpc.aio.AioRpcError(code, details=details), self._address)
+
+
+def connect(address: str, *, max_message_bytes: int) -> Channel:
+    """A channel of its own to `host:port`; nothing is dialled yet. Raises InvalidRequest for a malformed address."""
+    parse_address(address)
+    return Channel(address, max_message_bytes=max_message_bytes)
+
+
+class ChannelPool:
+    """One shared channel per address."""
+
+    def __init__(self, *, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._channels: dict[str, Channel] = {}
+
+    def get(self, address: str) -> Channel:
+        """The channel to `address`, made on first use. Raises InvalidRequest for a malformed address."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes)
+        return channel
+
+    async def close(self) -> None:
+        """Closes every channel. The pool can be used again."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()

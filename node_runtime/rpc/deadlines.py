@@ -1,0 +1,48 @@
+"""The deadline of the call being served, so that every call made on its behalf inherits it.
+
+A context variable carries it: set by the server around each handler, read by the client side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from node_runtime.errors import DeadlineExceeded
+
+_deadline_s: ContextVar[float | None] = ContextVar("pdmesh_deadline", default=None)
+
+
+@contextmanager
+def deadline_within(seconds: float) -> Iterator[None]:
+    """Bounds every call made inside to `seconds` from now; an earlier deadline stays in force."""
+    outer = _deadline_s.get()
+    own = time.monotonic() + seconds
+    token = _deadline_s.set(own if outer is None else min(outer, own))
+    try:
+        yield
+    finally:
+        _deadline_s.reset(token)
+
+
+def remaining_s() -> float | None:
+    """Seconds until the current deadline, never negative; None outside of a call."""
+    deadline = _deadline_s.get()
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def call_timeout_s(timeout_s: float | None) -> float:
+    """The timeout of an outgoing call: `timeout_s`, cut to the current deadline.
+
+    Raises DeadlineExceeded when that has passed, and ValueError when there is neither: no call waits for ever.
+    """
+    remaining = remaining_s()
+    if remaining is None:
+        if timeout_s is None:
+            raise ValueError("an outgoing call needs timeout_s or a deadline in force")
+        return timeout_s
+    if remaining <= 0:
+        raise DeadlineExceeded("the deadline passed before the next call could start")
+    return remaining if timeout_s is None else min(timeout_s, remaining)

@@ -1,0 +1,97 @@
+"""The one table from error classes to gRPC statuses, and the way back for errors of a peer.
+
+A test fails when a subclass of NodeError has no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+
+from node_runtime import errors
+from node_runtime.errors import NodeError, RemoteError
+
+STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
+    {
+        errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
+        errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+        errors.IncompatiblePeer: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.NotBootstrapped: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.NoPrefillNode: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.NodeBusy: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        errors.RequestTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+        errors.NodeDraining: grpc.StatusCode.UNAVAILABLE,
+        errors.TransferBroken: grpc.StatusCode.UNAVAILABLE,
+        errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+        errors.RequestCancelled: grpc.StatusCode.CANCELLED,
+        # Only for a code name that gRPC does not know; `status_of` passes the known ones on.
+        errors.RemoteError: grpc.StatusCode.UNKNOWN,
+        errors.BadConfig: grpc.StatusCode.INTERNAL,
+        errors.PortInUse: grpc.StatusCode.INTERNAL,
+        errors.InternalError: grpc.StatusCode.INTERNAL,
+    }
+)
+
+_STATUS_BY_NAME: Mapping[str, grpc.StatusCode] = MappingProxyType(
+    {code.name: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+)
+
+# Enough for a list of manifest differences, and below the 8 KiB of metadata that gRPC clients take by default.
+MAX_DETAIL_BYTES = 6000
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status that `error` becomes; INTERNAL for what is no operating error."""
+    if isinstance(error, RemoteError):
+        return _STATUS_BY_NAME.get(error.code_name, grpc.StatusCode.UNKNOWN)
+    for error_class in type(error).__mro__:
+        if error_class in STATUS_BY_ERROR:
+            return STATUS_BY_ERROR[error_class]
+    return grpc.StatusCode.INTERNAL
+
+
+def detail_of(error: NodeError) -> str:
+    """The message of `error`, cut to what every client is sure to accept. The cut says how much is missing."""
+    encoded = error.message.encode("utf-8", "replace")
+    budget = MAX_DETAIL_BYTES
+    for position, byte in enumerate(encoded):
+        # gRPC percent-encodes what is not printable ASCII: three bytes for one.
+        budget -= 1 if 32 <= byte < 127 and byte != ord("%") else 3
+        if budget < 0:
+            kept = encoded[:position].decode("utf-8", "ignore")
+            return f"{kept} ... ({len(encoded) - position} bytes more in the log of the node)"
+    return encoded.decode()
+
+
+def code_number(error: BaseException) -> int:
+    """The canonical number of the status that `error` becomes, as `Failed.code` carries it."""
+    number: int = status_of(error).value[0]
+    return number
+
+
+def error_from_code(number: int, message: str, address: str) -> NodeError:
+    """The error for a canonical status number that a peer put into a message; a number that is none is UNKNOWN."""
+    for code in grpc.StatusCode:
+        if code.value[0] == number and code is not grpc.StatusCode.OK:
+            return _error_for(code, message, address)
+    return RemoteError(grpc.StatusCode.UNKNOWN.name, message, address=address)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
+    """The error for a call to `address` that failed."""
+    return _error_for(error.code(), error.details() or "no details given", address)
+
+
+def _error_for(code: grpc.StatusCode, message: str, address: str) -> NodeError:
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.PeerUnavailable(address, message)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"deadline exceeded while waiting for {address}")
+    if code is grpc.StatusCode.CANCELLED:
+        return errors.RequestCancelled(f"the call to {address} was cancelled: {message}")
+    return RemoteError(code.name, message, address=address)

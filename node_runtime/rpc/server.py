@@ -1,0 +1,130 @@
+"""The gRPC server of a node.
+
+Knows no service: the composition root adds them. Owns the listening port, health, reflection and the guard around
+every handler. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+import grpc
+
+from node_runtime.config import NodeConfig
+from node_runtime.errors import BadConfig, NodeError, PortInUse
+from node_runtime.rpc.address import format_address
+from node_runtime.rpc.calls import CallGuard
+from node_runtime.rpc.health import Health, add_reflection
+from node_runtime.rpc.options import server_options
+from node_runtime.rpc.telemetry import Telemetry
+
+ServicerT = TypeVar("ServicerT")
+
+
+class RpcServer:
+    """Serves what was added, from `start` to `stop`."""
+
+    def __init__(self, config: NodeConfig, telemetry: Telemetry | None = None) -> None:
+        """Without `telemetry` nothing is recorded here; a caller's trace is handed on either way."""
+        self._config = config
+        self._guard = CallGuard(
+            node_id=config.node_id, default_deadline_s=config.default_deadline_s, telemetry=telemetry or Telemetry.off()
+        )
+        self._adders: list[Callable[[grpc.aio.Server], None]] = []
+        self._server: grpc.aio.Server | None = None
+        self._health: Health | None = None
+        self._port = 0
+
+    @property
+    def num_running_calls(self) -> int:
+        """Calls being served, health and reflection not counted."""
+        return self._guard.num_running
+
+    @property
+    def port(self) -> int:
+        """The port listened on; 0 before `start`."""
+        return self._port
+
+    @property
+    def advertised_address(self) -> str:
+        """host:port under which other nodes reach this server. Meaningful after `start`."""
+        return format_address(self._config.advertised_host(), self._port)
+
+    def add(self, adder: Callable[[ServicerT, grpc.aio.Server], None], servicer: object) -> None:
+        """Adds a service before `start`: the generated `add_XServicer_to_server` and an object with its methods.
+
+        Each method takes the request message (or an async iterator of them) and an RpcContext; it is a coroutine, or
+        an async generator when responses are streamed.
+        """
+        self._adders.append(lambda server: adder(cast("ServicerT", servicer), server))
+
+    async def start(self) -> int:
+        """Listens and serves; health says NOT_SERVING until `set_serving`. Returns the port.
+
+        Raises PortInUse, or BadConfig when the configured host is not an address of this machine.
+        """
+        config = self._config
+        server = grpc.aio.server(interceptors=(self._guard,), options=server_options(config.max_message_bytes))
+        registrar = _Registrar(server)
+        for add_to in self._adders:
+            add_to(cast("grpc.aio.Server", registrar))
+        self._health = Health(registrar.service_names)
+        self._health.add_to(server)
+        add_reflection(registrar.service_names, server)
+        await self._health.apply(False)
+        try:
+            self._port = server.add_insecure_port(format_address(config.host, config.port))
+        except RuntimeError:
+            raise _why_not_bound(config.host, config.port) from None
+        await server.start()
+        self._server = server
+        return self._port
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Sets the health of the node and all its services. Requires `start`; without effect after `stop`."""
+        if self._health is None:
+            raise RuntimeError("set_serving before start")
+        self._health.set_serving(is_serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones finish for `grace_s`, then ends them with UNAVAILABLE. Idempotent."""
+        server, self._server = self._server, None
+        if server is None or self._health is None:
+            return
+        await self._health.shut_down()
+        await self._guard.drain(grace_s)
+        await server.stop(grace=None)
+
+
+class _Registrar:
+    """Stands in for the server while services are added, to learn their names."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.service_names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[object, object]]
+    ) -> None:
+        self.service_names.append(service_name)
+        self._server.add_registered_method_handlers(service_name, method_handlers)
+
+
+def _why_not_bound(host: str, port: int) -> NodeError:
+    """gRPC does not say why it could not listen; the operating system does."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return PortInUse(host, port)
+        return BadConfig(f"host, port: cannot listen on {format_address(host, port)}: {error.strerror or error}")
+    return PortInUse(host, port)

@@ -1,0 +1,55 @@
+"""Names of spans and attributes.
+
+Source: OpenTelemetry semantic conventions for generative AI; `pdmesh.*` where they define nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
+GEN_AI_REQUEST_STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE: Final = "error.type"
+SERVER_ADDRESS: Final = "server.address"
+
+OPERATION_CHAT: Final = "chat"
+OPERATION_TEXT_COMPLETION: Final = "text_completion"
+PROVIDER_PDMESH: Final = "pdmesh"
+
+PDMESH_REQUEST_ID: Final = "pdmesh.request_id"
+PDMESH_NODE_ID: Final = "pdmesh.node_id"
+PDMESH_ROLE: Final = "pdmesh.role"
+PDMESH_HANDOFF_ID: Final = "pdmesh.handoff_id"
+PDMESH_DECODE_NODE: Final = "pdmesh.decode_node"
+PDMESH_PREFILL_NODE: Final = "pdmesh.prefill_node"
+PDMESH_CACHED_TOKENS_PREFILL_DEVICE: Final = "pdmesh.cached_tokens.prefill_device"
+PDMESH_CACHED_TOKENS_DECODE_DEVICE: Final = "pdmesh.cached_tokens.decode_device"
+PDMESH_CACHED_TOKENS_HOST: Final = "pdmesh.cached_tokens.host"
+PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
+PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
+PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
+PDMESH_TRANSFER_BLOCKS: Final = "pdmesh.transfer.blocks"
+
+SPAN_TOKENIZE: Final = "pdmesh.tokenize"
+SPAN_PLACE: Final = "pdmesh.place"
+SPAN_DECODE_REQUEST: Final = "pdmesh.decode.request"
+SPAN_DECODE_QUEUE: Final = "pdmesh.decode.queue"
+SPAN_DECODE_GENERATE: Final = "pdmesh.decode.generate"
+SPAN_HANDOFF: Final = "pdmesh.handoff"
+SPAN_PREFILL_REQUEST: Final = "pdmesh.prefill.request"
+SPAN_PREFILL_QUEUE: Final = "pdmesh.prefill.queue"
+SPAN_PREFILL_COMPUTE: Final = "pdmesh.prefill.compute"
+SPAN_TRANSFER: Final = "pdmesh.transfer"

@@ -1,0 +1,216 @@
+"""Tracing: the only module that knows OpenTelemetry.
+
+With no endpoint nothing is recorded and a span costs next to nothing, but a trace context that came in still goes out
+again. The W3C `traceparent` travels in gRPC metadata. Nothing here touches OpenTelemetry's process-wide provider.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from node_runtime.log_context import bound_trace_id
+from node_runtime.rpc.span_names import ERROR_TYPE, PDMESH_NODE_ID
+
+AttributeValue = str | bool | int | float | Sequence[str]
+Attributes = Mapping[str, AttributeValue]
+
+# Short, so that somebody who watches a demo sees a trace at once.
+_EXPORT_INTERVAL_MS = 200
+_EXPORT_TIMEOUT_S = 2.0
+_PROPAGATED_KEYS = ("traceparent", "tracestate")
+_propagator = TraceContextTextMapPropagator()
+
+
+class SpanKind(Enum):
+    """Role of a span in a remote call."""
+
+    INTERNAL = trace.SpanKind.INTERNAL
+    SERVER = trace.SpanKind.SERVER
+    CLIENT = trace.SpanKind.CLIENT
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A position in a trace that other threads may hold on to. Opaque."""
+
+    _value: otel_context.Context
+
+
+class Span:
+    """One running span. Not recording when telemetry is off; all methods are then free of effect."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def set(self, name: str, value: AttributeValue) -> None:
+        """Sets one attribute."""
+        self._span.set_attribute(name, value)
+
+    def set_all(self, attributes: Attributes) -> None:
+        """Sets several attributes."""
+        for name, value in attributes.items():
+            self._span.set_attribute(name, value)
+
+    def fail(self, error_type: str, message: str) -> None:
+        """Marks the span as failed."""
+        self._span.set_attribute(ERROR_TYPE, error_type)
+        self._span.set_status(trace.StatusCode.ERROR, message)
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits; empty when there is no trace."""
+        return _trace_id_of(self._span)
+
+    @property
+    def context(self) -> TraceContext:
+        """The position inside this span, as a parent for spans that are recorded elsewhere."""
+        return TraceContext(trace.set_span_in_context(self._span, otel_context.Context()))
+
+
+class Telemetry:
+    """The tracer of one node. Safe from every thread."""
+
+    def __init__(self, provider: TracerProvider | None) -> None:
+        """`provider` None: nothing is recorded. Use `setup` or `off`."""
+        self._provider = provider
+        source: trace.TracerProvider = provider or trace.NoOpTracerProvider()
+        self._tracer = source.get_tracer("pdmesh")
+
+    @classmethod
+    def setup(cls, service_name: str, node_id: str, otlp_endpoint: str | None) -> Telemetry:
+        """Records and exports to `otlp_endpoint` (host:port, http:// or https://); None: records nothing."""
+        if not otlp_endpoint:
+            return cls.off()
+        resource = Resource.create(
+            {"service.name": service_name, "service.instance.id": node_id, PDMESH_NODE_ID: node_id}
+        )
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(
+            BatchSpanProcessor(_exporter(otlp_endpoint), schedule_delay_millis=_EXPORT_INTERVAL_MS)
+        )
+        return cls(provider)
+
+    @classmethod
+    def off(cls) -> Telemetry:
+        """Telemetry that records nothing."""
+        return cls(None)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether spans go anywhere."""
+        return self._provider is not None
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        parent: TraceContext | None = None,
+    ) -> Iterator[Span]:
+        """A span around the block, child of `parent` or else of the current one; calls made inside carry it on.
+
+        An exception that leaves the block marks the span as failed with the name of its class.
+        """
+        started = self._tracer.start_span(
+            name, context=parent._value if parent else None, kind=kind.value, attributes=attributes
+        )
+        span = Span(started)
+        token = otel_context.attach(trace.set_span_in_context(started))
+        try:
+            with bound_trace_id(span.trace_id):
+                yield span
+        except BaseException as error:
+            span.fail(type(error).__name__, str(error))
+            raise
+        finally:
+            otel_context.detach(token)
+            started.end()
+
+    @contextmanager
+    def continued(self, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
+        """Continues the caller's trace inside the block; malformed or absent headers mean no trace."""
+        carrier = {key: value for key, value in metadata if key in _PROPAGATED_KEYS and isinstance(value, str)}
+        token = otel_context.attach(_propagator.extract(carrier, otel_context.Context()))
+        try:
+            with bound_trace_id(current_trace_id()):
+                yield
+        finally:
+            otel_context.detach(token)
+
+    def record_span(
+        self,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        parent_context: TraceContext,
+        attributes: Attributes | None = None,
+    ) -> None:
+        """Records a span whose times were measured elsewhere: nanoseconds since the Unix epoch."""
+        if self._provider is None:
+            return
+        span = self._tracer.start_span(name, context=parent_context._value, start_time=start_ns, attributes=attributes)
+        span.end(max(start_ns, end_ns))
+
+    def flush(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
+        """Exports what was recorded. False when that did not work within `timeout_s`. Blocks."""
+        return self._provider is None or self._provider.force_flush(round(timeout_s * 1000))
+
+    def shutdown(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> None:
+        """Exports what was recorded and stops, within `timeout_s` even if the collector is gone. Blocks. Idempotent."""
+        if self._provider is None:
+            return
+        # The exporter's own shutdown may wait for a collector that does not answer.
+        worker = threading.Thread(target=self._provider.shutdown, name="telemetry-shutdown", daemon=True)
+        worker.start()
+        worker.join(timeout_s)
+
+
+def _exporter(endpoint: str) -> OTLPSpanExporter:
+    secure = endpoint.startswith("https://")
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    options = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
+    return OTLPSpanExporter(
+        endpoint=url,
+        insecure=not secure,
+        timeout=_EXPORT_TIMEOUT_S,
+        # Declared as a single pair of strings, handed to gRPC as it is.
+        channel_options=cast("tuple[tuple[str, str]]", options),
+    )
+
+
+def current_context() -> TraceContext:
+    """Where the running code is in its trace."""
+    return TraceContext(otel_context.get_current())
+
+
+def current_trace_id() -> str:
+    """The trace of the running code, 32 hexadecimal digits; empty outside of one."""
+    return _trace_id_of(trace.get_current_span())
+
+
+def _trace_id_of(span: trace.Span) -> str:
+    context = span.get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+def rpc_metadata() -> tuple[tuple[str, str], ...]:
+    """The trace context of the running code as gRPC metadata for an outgoing call."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    return tuple(carrier.items())

@@ -1,0 +1,182 @@
+"""Codec of the control messages of a handoff (protos/pdmesh/v1/handoff.proto)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import assert_never
+
+from pdmesh.v1 import handoff_pb2
+
+from node_runtime.errors import InvalidRequest
+from node_runtime.handoff.messages import (
+    Abort,
+    Done,
+    Failed,
+    Grant,
+    GroupGrant,
+    HandoffTimings,
+    Quiesced,
+    Ready,
+    RequestMessage,
+    ResponseMessage,
+    Start,
+)
+from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
+
+
+@contextmanager
+def _refusals(message_name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(f"{message_name}.{error}") from None
+
+
+def request_to_proto(message: RequestMessage) -> handoff_pb2.HandoffRequest:
+    """Decode node to prefill node."""
+    match message:
+        case Start():
+            return handoff_pb2.HandoffRequest(start=_start_to_proto(message))
+        case Grant():
+            return handoff_pb2.HandoffRequest(grant=_grant_to_proto(message))
+        case Abort():
+            abort = handoff_pb2.Abort(handoff_id=message.handoff_id, reason=message.reason)
+            return handoff_pb2.HandoffRequest(abort=abort)
+        case _:
+            assert_never(message)
+
+
+def request_from_proto(message: handoff_pb2.HandoffRequest) -> RequestMessage:
+    """Raises InvalidRequest naming the field; a message that this release does not know is refused as well."""
+    kind = message.WhichOneof("message")
+    with _refusals(kind or "message"):
+        match kind:
+            case "start":
+                return _start_from_proto(message.start)
+            case "grant":
+                return _grant_from_proto(message.grant)
+            case "abort":
+                return Abort(handoff_id=message.abort.handoff_id, reason=message.abort.reason)
+            case _:
+                raise InvalidRequest("message: none of start, grant, abort is set")
+
+
+def response_to_proto(message: ResponseMessage) -> handoff_pb2.HandoffResponse:
+    """Prefill node to decode node."""
+    match message:
+        case Ready():
+            ready = handoff_pb2.Ready(handoff_id=message.handoff_id, cached_tokens=message.cached_tokens)
+            return handoff_pb2.HandoffResponse(ready=ready)
+        case Done():
+            return handoff_pb2.HandoffResponse(done=_done_to_proto(message))
+        case Failed():
+            failed = handoff_pb2.Failed(handoff_id=message.handoff_id, code=message.code, message=message.message)
+            return handoff_pb2.HandoffResponse(failed=failed)
+        case Quiesced():
+            return handoff_pb2.HandoffResponse(quiesced=handoff_pb2.Quiesced(handoff_id=message.handoff_id))
+        case _:
+            assert_never(message)
+
+
+def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage:
+    """Raises InvalidRequest naming the field; a message that this release does not know is refused as well."""
+    kind = message.WhichOneof("message")
+    with _refusals(kind or "message"):
+        match kind:
+            case "ready":
+                return Ready(handoff_id=message.ready.handoff_id, cached_tokens=message.ready.cached_tokens)
+            case "done":
+                return _done_from_proto(message.done)
+            case "failed":
+                failed = message.failed
+                return Failed(handoff_id=failed.handoff_id, code=failed.code, message=failed.message)
+            case "quiesced":
+                return Quiesced(handoff_id=message.quiesced.handoff_id)
+            case _:
+                raise InvalidRequest("message: none of ready, done, failed, quiesced is set")
+
+
+def _start_to_proto(start: Start) -> handoff_pb2.Start:
+    return handoff_pb2.Start(
+        handoff_id=start.handoff_id,
+        request_id=start.request_id,
+        token_ids=start.token_ids,
+        sampling=sampling_to_proto(start.sampling),
+        extra_keys=start.extra_keys,
+        num_logprobs=start.sampling.num_logprobs,
+        decode_incarnation=start.decode_incarnation,
+        prefill_incarnation=start.prefill_incarnation,
+    )
+
+
+def _start_from_proto(start: handoff_pb2.Start) -> Start:
+    return Start(
+        handoff_id=start.handoff_id,
+        request_id=start.request_id,
+        token_ids=tuple(start.token_ids),
+        sampling=sampling_from_proto(
+            start.sampling,
+            num_logprobs=start.num_logprobs if start.HasField("num_logprobs") else None,
+            seed_if_absent=0,
+        ),
+        extra_keys=tuple(start.extra_keys),
+        decode_incarnation=start.decode_incarnation,
+        prefill_incarnation=start.prefill_incarnation,
+    )
+
+
+def _grant_to_proto(grant: Grant) -> handoff_pb2.Grant:
+    return handoff_pb2.Grant(
+        handoff_id=grant.handoff_id,
+        from_token=grant.from_token,
+        groups=[
+            handoff_pb2.GroupGrant(group_id=group.group_id, first_slot=group.first_slot, block_ids=group.block_ids)
+            for group in grant.groups
+        ],
+    )
+
+
+def _grant_from_proto(grant: handoff_pb2.Grant) -> Grant:
+    return Grant(
+        handoff_id=grant.handoff_id,
+        from_token=grant.from_token,
+        groups=tuple(
+            GroupGrant(group_id=group.group_id, first_slot=group.first_slot, block_ids=tuple(group.block_ids))
+            for group in grant.groups
+        ),
+    )
+
+
+def _done_to_proto(done: Done) -> handoff_pb2.Done:
+    timings = done.timings
+    return handoff_pb2.Done(
+        handoff_id=done.handoff_id,
+        first_token=token_to_proto(done.first_token),
+        transferred_bytes=done.transferred_bytes,
+        transferred_blocks=done.transferred_blocks,
+        transferred_runs=done.transferred_runs,
+        timings=handoff_pb2.HandoffTimings(
+            queue_ms=timings.queue_ms,
+            compute_ms=timings.compute_ms,
+            transfer_ms=timings.transfer_ms,
+            transfer_exposed_ms=timings.transfer_exposed_ms,
+        ),
+    )
+
+
+def _done_from_proto(done: handoff_pb2.Done) -> Done:
+    timings = done.timings
+    return Done(
+        handoff_id=done.handoff_id,
+        first_token=token_from_proto(done.first_token),
+        transferred_bytes=done.transferred_bytes,
+        transferred_blocks=done.transferred_blocks,
+        transferred_runs=done.transferred_runs,
+        timings=HandoffTimings(
+            queue_ms=timings.queue_ms,
+            compute_ms=timings.compute_ms,
+            transfer_ms=timings.transfer_ms,
+            transfer_exposed_ms=timings.transfer_exposed_ms,
+        ),
+    )

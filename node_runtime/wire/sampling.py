@@ -1,0 +1,55 @@
+"""Codec of sampling parameters and sampled tokens. For compute nodes; routers pass these messages on unread."""
+
+from __future__ import annotations
+
+from pdmesh.v1 import inference_pb2
+
+from model_runtime.sampler import SampledToken, SamplingParams
+from node_runtime.errors import InvalidRequest
+from node_runtime.wire.validation import check_num_logprobs, check_sampling
+
+
+def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
+    """All fields present, so the receiver needs no default. `num_logprobs` travels beside this message."""
+    return inference_pb2.SamplingParams(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=params.seed
+    )
+
+
+def sampling_from_proto(
+    message: inference_pb2.SamplingParams, *, num_logprobs: int | None, seed_if_absent: int
+) -> SamplingParams:
+    """Raises InvalidRequest naming field and limit."""
+    check_sampling(message)
+    check_num_logprobs(num_logprobs)
+    try:
+        return SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k if message.HasField("top_k") else None,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            seed=message.seed if message.HasField("seed") else seed_if_absent,
+            num_logprobs=num_logprobs,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"sampling.{error}") from None
+
+
+def token_to_proto(token: SampledToken) -> inference_pb2.SampledToken:
+    return inference_pb2.SampledToken(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top_logprobs=[
+            inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top_logprobs
+        ],
+    )
+
+
+def token_from_proto(message: inference_pb2.SampledToken, *, vocab_size: int | None = None) -> SampledToken:
+    """Raises InvalidRequest for a token outside [0, vocab_size), where that is known."""
+    if vocab_size is not None and message.token_id >= vocab_size:
+        raise InvalidRequest(f"token_id: {message.token_id} is outside [0, {vocab_size})")
+    return SampledToken(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((item.token_id, item.logprob) for item in message.top_logprobs),
+    )

@@ -1,0 +1,120 @@
+"""The rules that protos/pdmesh/v1 states for fields of requests, one function each.
+
+Each raises InvalidRequest naming field and limit, and returns nothing. Knows no model: limits that depend on it are
+arguments. Importing this needs neither torch nor gRPC.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from pdmesh.v1 import inference_pb2
+
+from node_runtime.errors import InvalidRequest
+
+MAX_REQUEST_ID_BYTES: Final = 128
+MAX_STOP_STRINGS: Final = 16
+MAX_CLIENT_STOP_TOKEN_IDS: Final = 64
+MAX_STOP_TOKEN_IDS: Final = 80
+MAX_LOGPROBS: Final = 20
+MAX_EXTRA_KEYS: Final = 8
+MAX_EXTRA_KEY_BYTES: Final = 64
+
+
+def require(condition: bool, text: str) -> None:
+    """Raises InvalidRequest with `text` unless `condition` holds."""
+    if not condition:
+        raise InvalidRequest(text)
+
+
+def check_request_id(value: str, *, allow_empty: bool = False) -> None:
+    """1 to 128 bytes without control characters; empty only where the server makes one up."""
+    num_bytes = len(value.encode())
+    require(allow_empty or num_bytes > 0, "request_id: must not be empty")
+    require(
+        num_bytes <= MAX_REQUEST_ID_BYTES,
+        f"request_id: {num_bytes} bytes given, at most {MAX_REQUEST_ID_BYTES} allowed",
+    )
+    require(value.isprintable(), "request_id: must be printable text")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str = "token_ids") -> None:
+    """At least one token, each in [0, vocab_size)."""
+    require(len(token_ids) > 0, f"{field}: empty, at least one token required")
+    check_tokens_in_vocabulary(token_ids, vocab_size, field=field)
+
+
+def check_tokens_in_vocabulary(token_ids: Collection[int], vocab_size: int, *, field: str) -> None:
+    """Each token in [0, vocab_size); an empty collection passes."""
+    if not token_ids:
+        return
+    for extreme in (min(token_ids), max(token_ids)):
+        require(0 <= extreme < vocab_size, f"{field}: token {extreme} is outside [0, {vocab_size})")
+
+
+def check_lengths(num_prompt_tokens: int, max_tokens: int, context_tokens: int) -> None:
+    """At least one token to generate, and prompt plus completion within the model's context."""
+    require(max_tokens >= 1, f"max_tokens: {max_tokens} given, at least 1 required")
+    require(
+        num_prompt_tokens < context_tokens,
+        f"prompt: {num_prompt_tokens} tokens given, at most {context_tokens - 1} fit a context of {context_tokens}",
+    )
+    require(
+        num_prompt_tokens + max_tokens <= context_tokens,
+        f"max_tokens: {max_tokens} given, at most {context_tokens - num_prompt_tokens} fit a context of "
+        f"{context_tokens} tokens behind a prompt of {num_prompt_tokens}",
+    )
+
+
+def check_sampling(sampling: inference_pb2.SamplingParams) -> None:
+    """Finite temperature >= 0, top_k >= 1, top_p in (0, 1]; absent fields pass."""
+    temperature = sampling.temperature
+    require(
+        math.isfinite(temperature) and temperature >= 0,
+        f"sampling.temperature: {temperature:g} given, a finite number >= 0 required",
+    )
+    if sampling.HasField("top_k"):
+        require(sampling.top_k >= 1, f"sampling.top_k: {sampling.top_k} given, at least 1 required")
+    if sampling.HasField("top_p"):
+        # Written so that NaN fails as well.
+        require(0 < sampling.top_p <= 1, f"sampling.top_p: {sampling.top_p:g} given, a number in (0, 1] required")
+
+
+def check_num_logprobs(num_logprobs: int | None) -> None:
+    """At most 20 alternatives."""
+    require(
+        num_logprobs is None or 0 <= num_logprobs <= MAX_LOGPROBS,
+        f"num_logprobs: {num_logprobs} given, at most {MAX_LOGPROBS} allowed",
+    )
+
+
+def check_stop_strings(stop: Sequence[str]) -> None:
+    """At most 16, none empty."""
+    require(len(stop) <= MAX_STOP_STRINGS, f"stop: {len(stop)} strings given, at most {MAX_STOP_STRINGS} allowed")
+    for index, text in enumerate(stop):
+        require(text != "", f"stop[{index}]: must not be empty")
+
+
+def check_stop_token_ids(token_ids: Collection[int], vocab_size: int, *, limit: int = MAX_STOP_TOKEN_IDS) -> None:
+    """At most `limit`, each in [0, vocab_size)."""
+    require(len(token_ids) <= limit, f"stop_token_ids: {len(token_ids)} given, at most {limit} allowed")
+    check_tokens_in_vocabulary(token_ids, vocab_size, field="stop_token_ids")
+
+
+def check_extra_keys(extra_keys: Sequence[bytes]) -> None:
+    """At most 8 keys of at most 64 bytes."""
+    require(len(extra_keys) <= MAX_EXTRA_KEYS, f"extra_keys: {len(extra_keys)} given, at most {MAX_EXTRA_KEYS} allowed")
+    for index, key in enumerate(extra_keys):
+        require(
+            len(key) <= MAX_EXTRA_KEY_BYTES,
+            f"extra_keys[{index}]: {len(key)} bytes given, at most {MAX_EXTRA_KEY_BYTES} allowed",
+        )
+
+
+def check_cache_salt(salt: bytes) -> None:
+    """At most 64 bytes; empty: none."""
+    require(
+        len(salt) <= MAX_EXTRA_KEY_BYTES, f"cache_salt: {len(salt)} bytes given, at most {MAX_EXTRA_KEY_BYTES} allowed"
+    )

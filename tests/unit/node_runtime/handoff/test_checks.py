@@ -1,0 +1,92 @@
+"""What a prefill node refuses to act on."""
+
+from __future__ import annotations
+
+import pytest
+from support.handoff_values import ID, grant, start
+
+from node_runtime.errors import InvalidRequest
+from node_runtime.handoff.checks import GrantedGroup, check_grant, check_start
+from node_runtime.handoff.messages import GroupGrant, Start
+
+LIMITS = {
+    "full": GrantedGroup(group_id="full", block_granularity=4, num_peer_blocks=10),
+    "fine": GrantedGroup(group_id="fine", block_granularity=2, num_peer_blocks=6),
+}
+FULL = GroupGrant(group_id="full", first_slot=1, block_ids=(3, 9))
+FINE = GroupGrant(group_id="fine", first_slot=2, block_ids=(1, 2, 5))
+
+
+def check(from_token: int = 4, groups: tuple[GroupGrant, ...] = (FULL, FINE), num_prompt_tokens: int = 9) -> None:
+    check_grant(
+        grant(from_token=from_token, groups=groups),
+        num_prompt_tokens=num_prompt_tokens,
+        prefix_granularity=4,
+        groups=LIMITS,
+    )
+
+
+def test_a_grant_for_exactly_the_missing_part_is_taken_in_any_order_of_groups() -> None:
+    check()
+    check(groups=(FINE, FULL))
+
+
+def changed(group: GroupGrant, **changes: object) -> GroupGrant:
+    fields = {"group_id": group.group_id, "first_slot": group.first_slot, "block_ids": group.block_ids}
+    return GroupGrant(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"from_token": 3}, "from_token: 3 given, a multiple of 4 below 9"),
+        ({"from_token": 12}, "from_token: 12 given"),
+        ({"groups": (FULL,)}, r"groups: \['full'\] given, \['fine', 'full'\] required"),
+        ({"groups": (FULL, FINE, FINE)}, "groups"),
+        ({"groups": (changed(FULL, group_id="ssm"), FINE)}, "ssm"),
+        ({"groups": (changed(FULL, first_slot=0), FINE)}, r'"full" slots: \[0, 2\) given, \[1, 3\) required'),
+        ({"groups": (changed(FULL, block_ids=(3,)), FINE)}, r"slots: \[1, 2\) given"),
+        ({"groups": (changed(FULL, block_ids=(3, 4, 5)), FINE)}, r"slots: \[1, 4\) given"),
+        ({"groups": (changed(FULL, block_ids=(3, 10)), FINE)}, r"block_ids: 10 is outside \[1, 10\)"),
+        ({"groups": (changed(FULL, block_ids=(0, 3)), FINE)}, r"block_ids: 0 is outside"),
+        ({"groups": (changed(FULL, block_ids=(3, 3)), FINE)}, "granted twice"),
+    ],
+)
+def test_any_other_grant_is_refused_by_field_and_limit(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check(**arguments)
+
+
+def test_a_prompt_shorter_than_a_block_needs_one_block() -> None:
+    groups = (changed(FULL, first_slot=0, block_ids=(3,)), changed(FINE, first_slot=0, block_ids=(1, 2)))
+    check(from_token=0, groups=groups, num_prompt_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [((1, 50), r"token 50 is outside \[0, 50\)"), ((-1, 3), "token -1"), (tuple(range(9)), "9 tokens given, at most 8")],
+)
+def test_a_prompt_outside_vocabulary_or_context_is_refused(tokens: tuple[int, ...], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check_start(start(token_ids=tokens), vocab_size=50, max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"handoff_id": b"short"}, "handoff_id: 5 bytes"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "r" * 129}, "129 bytes given, 1 to 128"),
+        ({"token_ids": ()}, "token_ids: empty"),
+        ({"extra_keys": (b"k",) * 9}, "9 given, at most 8"),
+        ({"extra_keys": (b"k" * 65,)}, "65 bytes given, at most 64"),
+    ],
+)
+def test_a_malformed_start_cannot_be_made(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        start(**changes)
+
+
+def test_a_start_keeps_what_it_was_given() -> None:
+    assert isinstance(start(extra_keys=(b"salt",)), Start)
+    assert start().handoff_id == ID

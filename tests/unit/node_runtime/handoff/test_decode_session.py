@@ -1,0 +1,174 @@
+"""The decode side of a handoff, driven by events and a time that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+from support.handoff_values import GROUPS, ID, OTHER_ID, done, failed, grant, quiesced, ready, start
+
+from node_runtime.errors import InternalError, InvalidRequest
+from node_runtime.handoff import states
+from node_runtime.handoff.events import (
+    AbortScheduling,
+    Allocated,
+    Begin,
+    DecodeAction,
+    DecodeEvent,
+    EndWithFailure,
+    GaveUp,
+    MarkDone,
+    MarkQuiesced,
+    MarkReady,
+    Send,
+    StreamClosed,
+    Tick,
+)
+from node_runtime.handoff.messages import Abort
+from node_runtime.handoff.session import DecodeHandoff
+from node_runtime.handoff.states import DecodeState, Verdict
+
+DRAIN_BOUND_S = 5.0
+
+ALLOCATED = Allocated(from_token=0, groups=GROUPS)
+CANCELLED = GaveUp(code=1, message="the client left")
+BROKEN = StreamClosed(code=14, message="connection reset")
+
+EVENTS: dict[type, DecodeEvent] = {
+    type(event): event
+    for event in (Begin(), ALLOCATED, ready(), done(), failed(), quiesced(), BROKEN, CANCELLED, Tick())
+}
+# The shortest way into each state.
+WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
+    DecodeState.OPEN: (),
+    DecodeState.STARTED: (Begin(),),
+    DecodeState.READY: (Begin(), ready()),
+    DecodeState.GRANTED: (Begin(), ready(), ALLOCATED),
+    DecodeState.QUARANTINED: (Begin(), ready(), ALLOCATED, CANCELLED),
+    DecodeState.DONE: (Begin(), ready(), ALLOCATED, done()),
+    DecodeState.CLOSED: (Begin(), CANCELLED),
+}
+
+
+def in_state(state: DecodeState) -> DecodeHandoff:
+    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S)
+    for event in WAYS[state]:
+        session.handle(event, 0.0)
+    assert session.state is state
+    return session
+
+
+def kinds(actions: tuple[DecodeAction, ...]) -> list[type]:
+    return [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
+
+
+def test_a_good_handoff_sends_start_and_grant_and_ends_with_the_first_token() -> None:
+    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S)
+    assert session.handle(Begin(), 0.0) == (Send(message=start()),)
+    assert session.handle(ready(), 1.0) == (MarkReady(cached_tokens=4),)
+    assert session.handle(ALLOCATED, 2.0) == (Send(message=grant()),)
+    assert session.handle(done(), 3.0) == (MarkDone(done=done()),)
+    assert session.is_terminal
+
+
+@pytest.mark.parametrize("state", DecodeState)
+@pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
+def test_the_session_follows_its_table(state: DecodeState, kind: type) -> None:
+    session = in_state(state)
+    verdict = states.DECODE_TABLE[state][kind]
+    match verdict:
+        case Verdict.PEER_ERROR:
+            with pytest.raises(InvalidRequest, match=f"{kind.__name__} is not allowed while the handoff is {state.value}"):
+                session.handle(EVENTS[kind], 0.0)
+            assert session.state is state
+        case Verdict.LOCAL_ERROR:
+            with pytest.raises(InternalError, match=kind.__name__):
+                session.handle(EVENTS[kind], 0.0)
+            assert session.state is state
+        case Verdict.IGNORED:
+            assert session.handle(EVENTS[kind], 0.0) == ()
+            assert session.state is state
+        case _ if kind is Tick:
+            assert session.handle(Tick(), 0.0) == ()
+            assert session.state is state
+        case _:
+            session.handle(EVENTS[kind], 0.0)
+            assert session.state is verdict
+
+
+@pytest.mark.parametrize("state", DecodeState)
+@pytest.mark.parametrize("message", [ready(OTHER_ID), done(OTHER_ID), failed(OTHER_ID), quiesced(OTHER_ID)])
+def test_messages_of_another_handoff_change_nothing(state: DecodeState, message: DecodeEvent) -> None:
+    session = in_state(state)
+    assert session.handle(message, 0.0) == ()
+    assert session.state is state
+
+
+@pytest.mark.parametrize("state", [DecodeState.STARTED, DecodeState.READY])
+def test_giving_up_before_a_grant_frees_everything_at_once(state: DecodeState) -> None:
+    session = in_state(state)
+    actions = session.handle(CANCELLED, 0.0)
+    assert kinds(actions) == [Abort, AbortScheduling, MarkQuiesced, EndWithFailure]
+    assert session.state is DecodeState.CLOSED
+
+
+def test_an_allocation_that_crosses_the_end_is_not_granted() -> None:
+    session = in_state(DecodeState.READY)
+    session.handle(CANCELLED, 0.0)
+    assert session.handle(ALLOCATED, 0.0) == ()
+
+
+@pytest.mark.parametrize("end", [CANCELLED, failed(), BROKEN], ids=["given up", "failed", "stream broke"])
+def test_granted_blocks_are_quarantined_when_the_handoff_fails(end: DecodeEvent) -> None:
+    session = in_state(DecodeState.GRANTED)
+    actions = session.handle(end, 0.0)
+    assert AbortScheduling in kinds(actions)
+    assert MarkQuiesced not in kinds(actions)
+    assert session.state is DecodeState.QUARANTINED
+
+
+def test_quarantine_ends_when_the_peer_is_quiet_however_long_it_takes() -> None:
+    session = in_state(DecodeState.QUARANTINED)
+    assert session.wakeup_at_s is None
+    assert session.handle(Tick(), 1e9) == ()
+    assert session.handle(quiesced(), 1e9) == (MarkQuiesced(),)
+    assert session.state is DecodeState.CLOSED
+
+
+def test_quarantine_after_a_broken_stream_lasts_exactly_the_drain_bound() -> None:
+    session = in_state(DecodeState.GRANTED)
+    session.handle(BROKEN, 100.0)
+    assert session.wakeup_at_s == 100.0 + DRAIN_BOUND_S
+    assert session.handle(Tick(), 104.999) == ()
+    assert session.handle(Tick(), 105.0) == (MarkQuiesced(),)
+    assert session.is_terminal
+    assert session.wakeup_at_s is None
+
+
+def test_a_stream_that_breaks_during_quarantine_starts_the_drain_bound() -> None:
+    session = in_state(DecodeState.QUARANTINED)
+    assert session.handle(BROKEN, 50.0) == ()
+    assert session.wakeup_at_s == 50.0 + DRAIN_BOUND_S
+    session.handle(BROKEN, 54.0)
+    assert session.wakeup_at_s == 50.0 + DRAIN_BOUND_S
+
+
+def test_a_done_that_crosses_our_abort_proves_that_the_peer_is_quiet() -> None:
+    session = in_state(DecodeState.QUARANTINED)
+    assert session.handle(done(), 0.0) == (MarkQuiesced(),)
+    assert session.state is DecodeState.CLOSED
+
+
+def test_the_cause_of_a_failure_is_passed_on() -> None:
+    for event, code, message in (
+        (failed(), 14, "the data plane is broken"),
+        (BROKEN, 14, "connection reset"),
+        (StreamClosed(code=0, message="ended early"), 14, "ended early"),
+        (StreamClosed(code=8, message="queue full"), 8, "queue full"),
+    ):
+        actions = in_state(DecodeState.STARTED).handle(event, 0.0)
+        assert EndWithFailure(code=code, message=message) in actions
+
+
+def test_an_abort_is_sent_only_where_there_is_somebody_to_hear_it() -> None:
+    assert Abort not in kinds(in_state(DecodeState.OPEN).handle(CANCELLED, 0.0))
+    sent = in_state(DecodeState.GRANTED).handle(CANCELLED, 0.0)
+    assert Send(message=Abort(handoff_id=ID, reason="the client left")) in sent
