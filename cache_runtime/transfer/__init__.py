@@ -1,0 +1,43 @@
+"""Moves cache blocks between nodes: manifests, the run planner and the data planes.
+
+Importing this package loads neither torch nor a native data plane; `create_engine` imports the one that is asked for.
+"""
+
+from __future__ import annotations
+
+from .engine import DataPlaneUnavailable, TransferEngine
+from .memory_engine import MemoryEngine, MemoryFabric
+
+DATA_PLANES = ("mooncake", "memory")
+
+__all__ = ["DATA_PLANES", "create_engine"]
+
+
+def create_engine(
+    name: str,
+    *,
+    host: str = "127.0.0.1",
+    protocol: str = "tcp",
+    device: str = "",
+    fabric: MemoryFabric | None = None,
+) -> TransferEngine:
+    """Starts the data plane `name` of this process.
+
+    Args:
+        name: One of `DATA_PLANES`.
+        host: Address peers reach this node at; part of the engine's endpoint. Ignored by "memory".
+        protocol: "tcp" or "rdma", for "mooncake".
+        device: RDMA device name, for "mooncake" over "rdma"; empty selects any.
+        fabric: What connects the engines of a process, for "memory"; None makes an engine without peers.
+
+    Raises:
+        DataPlaneUnavailable: unknown name, or the machine or environment does not allow it.
+        MissingDataPlane: its package or a shared library is not installed; the message says how to install it.
+    """
+    if name == "memory":
+        return MemoryEngine(fabric if fabric is not None else MemoryFabric())
+    if name == "mooncake":
+        from .mooncake_engine import MooncakeEngine
+
+        return MooncakeEngine(host, protocol=protocol, device=device)
+    raise DataPlaneUnavailable(f'data plane "{name}" is unknown; choose one of {", ".join(DATA_PLANES)}')

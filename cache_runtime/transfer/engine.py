@@ -1,0 +1,201 @@
+"""The data-plane interface: what an engine that moves cache bytes to a peer must offer, and how it may fail.
+
+It knows addresses and lengths. It does not know blocks, fields, requests or handoffs: the planner turns those into
+runs, and the handoff session decides when a run may be posted. The node's composition root owns the one engine of a
+process; whoever opens a peer link owns that link.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+# Longest run posted as one unit. A plane only reports progress per run, so a longer one could not be told from a
+# stalled one inside the progress timeout.
+MAX_RUN_BYTES = 8 << 20
+# End of the addresses that are accepted: sums and products below it cannot wrap in int64, and no user memory is above.
+MAX_ADDRESS = 1 << 62
+
+
+class Run(NamedTuple):
+    """One contiguous copy: `length_bytes` from a local address to an address in the peer's memory.
+
+    A named tuple, not a dataclass: a long prompt makes thousands of them and they cost a third this way. Values are
+    checked where they enter an engine, by `RegionSet.rejection`.
+    """
+
+    source_address: int
+    target_address: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A range of memory `[base_address, base_address + num_bytes)` in one process."""
+
+    base_address: int
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.base_address <= 0 or self.num_bytes <= 0:
+            raise ValueError(
+                f"region base_address={self.base_address} num_bytes={self.num_bytes}: both must be positive"
+            )
+        if self.base_address + self.num_bytes > MAX_ADDRESS:
+            raise ValueError(f"region base_address={self.base_address:#x} num_bytes={self.num_bytes} ends above 2**62")
+
+    @property
+    def end_address(self) -> int:
+        return self.base_address + self.num_bytes
+
+    def contains(self, other: Region) -> bool:
+        return self.base_address <= other.base_address and other.end_address <= self.end_address
+
+    def overlaps(self, other: Region) -> bool:
+        return self.base_address < other.end_address and other.base_address < self.end_address
+
+    def __str__(self) -> str:
+        return f"[{self.base_address:#x}, {self.end_address:#x})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """What one write moved. Times are seconds of the clock the engine was given."""
+
+    num_bytes: int
+    num_runs: int
+    posted_at_s: float
+    landed_at_s: float
+
+
+class PlaneKind(enum.Enum):
+    """Who places the bytes, hence how a receiver can revoke a grant."""
+
+    # The writer addresses the peer's memory; the receiver cannot revoke, so freed blocks must sit out the drain bound.
+    ONE_SIDED = "one_sided"
+    # The receiver copies the bytes into place and can drop what is no longer granted.
+    TWO_SIDED = "two_sided"
+
+
+class DataPlaneError(Exception):
+    """The data plane of this node cannot be set up; nothing was started."""
+
+
+class MissingDataPlane(DataPlaneError):
+    """The package or a shared library the data plane needs is not installed."""
+
+
+class DataPlaneUnavailable(DataPlaneError):
+    """The machine or the environment does not allow the data plane that was asked for."""
+
+
+class TransferError(Exception):
+    """A write or a peer failed. `peer` is the endpoint concerned; the message starts with it.
+
+    Unless it is a `LinkWedged`, nothing of the failed write is outstanding any more when this is raised.
+    """
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class PeerUnreachable(TransferError):
+    """The peer does not answer at its advertised endpoint, or something else answers there."""
+
+
+class TransferRejected(TransferError):
+    """The write was refused before a byte was sent: a run lies outside the memory it may touch."""
+
+
+class TransferTimeout(TransferError):
+    """The time limit passed before every run was posted; the rest was never sent."""
+
+
+class TransferFailed(TransferError):
+    """The plane reported that bytes were not delivered."""
+
+
+class LinkWedged(TransferError):
+    """Posted runs never ended: bytes may still land, so the blocks on both sides must stay quarantined."""
+
+
+class EngineClosed(TransferError):
+    """The engine or link was closed, or belongs to the parent of a forked process."""
+
+
+class PeerLink(Protocol):
+    """The way to write into one incarnation of one peer. Thread-safe."""
+
+    @property
+    def peer(self) -> str:
+        """Endpoint of the peer."""
+        ...
+
+    def write(self, runs: Sequence[Run], *, timeout_s: float) -> Future[TransferReport]:
+        """Posts `runs` and returns at once; at most `timeout_s` passes until the last one is posted.
+
+        Sources must lie in regions registered with the engine, targets in the regions the link was opened for; both
+        stay untouched by anyone else until the future is done. The future ends only when every posted run is
+        terminal, on a thread of the engine: with a report when all of them landed, else with a `TransferError`.
+        It cannot be cancelled. A failed link stays failed: later writes end at once with the same reason.
+        """
+        ...
+
+    def close(self) -> None:
+        """Refuses further writes. Never blocks; writes under way still end as `write` says."""
+        ...
+
+
+class TransferEngine(Protocol):
+    """One data plane of this process: receives into registered memory, writes through peer links. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """Name by which manifests select the plane, e.g. "mooncake"."""
+        ...
+
+    @property
+    def kind(self) -> PlaneKind: ...
+
+    @property
+    def drain_bound_s(self) -> float:
+        """How long after its writer stopped posting (or died) a write may still land, in seconds."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers reach this engine, as put into the placement manifest."""
+        ...
+
+    def register(self, base_address: int, num_bytes: int) -> None:
+        """Allows peers to write into, and links to read from, this memory.
+
+        The caller keeps it allocated until the process exits. Raises `ValueError` for an empty, wrapping or overlapping
+        range, `EngineClosed`, and `DataPlaneError` when the plane refuses the memory.
+        """
+        ...
+
+    def open_peer(self, endpoint: str, regions: Sequence[Region]) -> PeerLink:
+        """Proves that the peer answers at `endpoint` and exposes `regions`, the only memory the link may write to.
+
+        Blocks for about 2 s at most. Raises `PeerUnreachable`, `TransferRejected` (a region is not exposed),
+        `EngineClosed`, or `ValueError` when `regions` is empty or two of them overlap.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops receiving and posting. Never blocks; writes under way still end as `PeerLink.write` says."""
+        ...
+
+
+def failed_write(error: TransferError) -> Future[TransferReport]:
+    """What `PeerLink.write` returns when nothing was posted: a future that already ended with `error`."""
+    future: Future[TransferReport] = Future()
+    future.set_running_or_notify_cancel()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,141 @@
+"""Compares two manifests: what differs logically, and whether the planner can bridge what differs physically.
+
+Pure; it only describes. Whoever bootstraps a peer decides what a non-empty answer means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .schema import FieldSchema, GroupSchema, LogicalManifest, PlacementManifest, RankPlacement
+
+
+def logical_differences(
+    local: LogicalManifest, peer: LogicalManifest, *, local_name: str, peer_name: str
+) -> tuple[str, ...]:
+    """Every difference between two logical manifests, each with both values; empty when they agree.
+
+    `local_name` and `peer_name` are the roles shown in front of the values, e.g.
+    `group "ssm" field "conv_state": dtype prefill=bfloat16, decode=float32`. The order of groups and fields does not
+    matter, the order of stages does.
+    """
+    return tuple(_Comparison(local_name, peer_name).manifests(local, peer))
+
+
+def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tuple[str, ...]:
+    """Physical differences between two logically equal manifests that no plan can bridge; empty when there are none.
+
+    Bridged are other arena addresses and sizes, offsets, strides and block counts. Not bridged are another data plane
+    and another tensor-parallel size: a partitioned field would have to be re-cut between ranks.
+    """
+    reasons = []
+    source_size, target_size = len(source.ranks), len(target.ranks)
+    if source_size != target_size:
+        reasons.append(f"tp_size source={source_size}, target={target_size}: re-cutting between ranks is not supported")
+    target_ranks = {rank.tp_rank: rank for rank in target.ranks}
+    for rank in source.ranks:
+        other = target_ranks.get(rank.tp_rank)
+        if other is not None:
+            reasons.extend(_rank_reasons(rank, other, same_size=source_size == target_size))
+    return tuple(reasons)
+
+
+def _rank_reasons(source: RankPlacement, target: RankPlacement, *, same_size: bool) -> Iterator[str]:
+    where = f"rank {source.tp_rank}"
+    if source.data_plane != target.data_plane:
+        yield f"{where}: data_plane source={source.data_plane}, target={target.data_plane}"
+    if not same_size:
+        return
+    for item in source.fields:
+        other = target.find_field(item.field_id)
+        theirs = None if other is None else other.block_bytes
+        if theirs != item.block_bytes:
+            yield f'{where} field "{item.field_id}": block_bytes source={item.block_bytes}, target={theirs}'
+
+
+class _Comparison:
+    """Spells differences with the names of the two sides."""
+
+    def __init__(self, local_name: str, peer_name: str) -> None:
+        self._local_name = local_name
+        self._peer_name = peer_name
+
+    def manifests(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
+        yield from self._values(
+            "",
+            ("model_fingerprint", local.model_fingerprint, peer.model_fingerprint),
+            ("weight_version", local.weight_version, peer.weight_version),
+            ("prefix_granularity", local.prefix_granularity, peer.prefix_granularity),
+        )
+        yield from self._groups(local, peer)
+        yield from self._fields(local, peer)
+        yield from self._stages(local, peer)
+
+    def _groups(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
+        ours = {group.group_id: group for group in local.groups}
+        theirs = {group.group_id: group for group in peer.groups}
+        for group_id in sorted(ours.keys() | theirs.keys()):
+            left, right = ours.get(group_id), theirs.get(group_id)
+            where = f'group "{group_id}"'
+            if left is None or right is None:
+                yield self._presence(where, left is not None)
+            else:
+                yield from self._group(where + ": ", left, right)
+
+    def _group(self, where: str, left: GroupSchema, right: GroupSchema) -> Iterator[str]:
+        return self._values(
+            where,
+            ("family", left.family.value, right.family.value),
+            ("retention", left.retention.value, right.retention.value),
+            ("block_granularity", left.block_granularity, right.block_granularity),
+            ("sliding_window_tokens", left.sliding_window_tokens, right.sliding_window_tokens),
+            ("replayable", left.replayable, right.replayable),
+        )
+
+    def _fields(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
+        ours = {item.field_id: item for item in local.fields}
+        theirs = {item.field_id: item for item in peer.fields}
+        for field_id in sorted(ours.keys() | theirs.keys()):
+            left, right = ours.get(field_id), theirs.get(field_id)
+            if left is not None and right is not None:
+                yield from self._field(f'group "{left.group_id}" field "{field_id}": ', left, right)
+            elif left is not None:
+                yield self._presence(f'group "{left.group_id}" field "{field_id}"', True)
+            elif right is not None:
+                yield self._presence(f'group "{right.group_id}" field "{field_id}"', False)
+
+    def _field(self, where: str, left: FieldSchema, right: FieldSchema) -> Iterator[str]:
+        return self._values(
+            where,
+            ("group_id", left.group_id, right.group_id),
+            ("dtype", left.dtype, right.dtype),
+            ("block_shape", _shape(left.block_shape), _shape(right.block_shape)),
+            ("partition_axis", left.partition_axis, right.partition_axis),
+        )
+
+    def _stages(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
+        if len(local.stages) != len(peer.stages):
+            yield from self._values("stages: ", ("number", len(local.stages), len(peer.stages)))
+            return
+        for index, (left, right) in enumerate(zip(local.stages, peer.stages, strict=True)):
+            ours, theirs = sorted(left.field_ids), sorted(right.field_ids)
+            yield from self._values(f"stage {index}: ", ("field_ids", ",".join(ours), ",".join(theirs)))
+
+    def _values(self, where: str, *rows: tuple[str, object, object]) -> Iterator[str]:
+        for name, left, right in rows:
+            if left != right:
+                yield f"{where}{name} {self._local_name}={_shown(left)}, {self._peer_name}={_shown(right)}"
+
+    def _presence(self, where: str, local_has_it: bool) -> str:
+        left, right = ("present", "missing") if local_has_it else ("missing", "present")
+        return f"{where}: {self._local_name}={left}, {self._peer_name}={right}"
+
+
+def _shape(extents: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, extents)) + "]"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return '""' if value == "" else str(value)

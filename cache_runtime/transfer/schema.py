@@ -1,0 +1,408 @@
+"""What a node's cache looks like to a peer: the placement manifest as frozen, fully checked values.
+
+Mirrors `protos/pdmesh/v1/cache.proto` field for field. A manifest usually comes from a peer that is not trusted, so
+every value is bounded here before anyone computes an address from it: once a manifest exists, each block of each field
+lies inside the arena it describes. Knows no torch, no engine and no wire format; the codec lives with the RPC layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheRetention
+
+from .engine import MAX_ADDRESS
+
+if TYPE_CHECKING:
+    from cache_runtime.recipes.plan import CacheMemoryPlan
+
+# Bounds on what a peer may make us allocate and loop over; the largest known models need a tenth of them.
+MAX_GROUPS: Final = 64
+MAX_FIELDS: Final = 4096
+MAX_RANKS: Final = 256
+MAX_BLOCK_AXES: Final = 8
+MAX_NAME_CHARS: Final = 256
+# Dimensions, counts and token spans fit int32, as the kernels that index with them do.
+MAX_COUNT: Final = (1 << 31) - 1
+
+
+class ManifestError(ValueError):
+    """A manifest breaks its own rules. The message names the field and both values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSchema:
+    """One attention structure of the model. Token spans as in the scheduler's group configuration."""
+
+    group_id: str
+    family: CacheFamily
+    retention: CacheRetention
+    block_granularity: int
+    sliding_window_tokens: int | None = None
+    replayable: bool = False
+
+    def __post_init__(self) -> None:
+        where = f'group "{self.group_id}"'
+        _check_name("group_id", self.group_id)
+        _check_count(f"{where}: block_granularity", self.block_granularity)
+        sliding = self.retention is CacheRetention.SLIDING_WINDOW
+        if sliding != (self.sliding_window_tokens is not None):
+            raise ManifestError(
+                f"{where}: sliding_window_tokens={self.sliding_window_tokens} with retention={self.retention.value}; "
+                "it belongs to sliding_window and to nothing else"
+            )
+        if self.sliding_window_tokens is not None:
+            _check_count(f"{where}: sliding_window_tokens", self.sliding_window_tokens)
+        if self.replayable and not sliding:
+            raise ManifestError(f"{where}: replayable with retention={self.retention.value}; needs sliding_window")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSchema:
+    """One tensor per block of a group; `block_shape` is the extent over all ranks."""
+
+    field_id: str
+    group_id: str
+    dtype: str
+    block_shape: tuple[int, ...]
+    partition_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f'field "{self.field_id}"'
+        _check_name("field_id", self.field_id)
+        _check_name(f"{where}: group_id", self.group_id)
+        if self.dtype not in DTYPE_BYTES:
+            raise ManifestError(f'{where}: dtype "{self.dtype}" is not one of {", ".join(DTYPE_BYTES)}')
+        if not 1 <= len(self.block_shape) <= MAX_BLOCK_AXES:
+            raise ManifestError(f"{where}: block_shape has {len(self.block_shape)} axes, not 1 to {MAX_BLOCK_AXES}")
+        for axis, extent in enumerate(self.block_shape):
+            _check_count(f"{where}: block_shape[{axis}]", extent)
+        if self.partition_axis is not None and not 0 <= self.partition_axis < len(self.block_shape):
+            raise ManifestError(
+                f"{where}: partition_axis={self.partition_axis} is outside block_shape of {len(self.block_shape)} axes"
+            )
+
+    def rank_block_bytes(self, tp_size: int) -> int:
+        """Bytes of one block on one of `tp_size` ranks. Raises `ManifestError` when the axis cannot be split evenly."""
+        total_bytes = math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
+        if self.partition_axis is None:
+            return total_bytes
+        extent = self.block_shape[self.partition_axis]
+        if extent % tp_size:
+            raise ManifestError(
+                f'field "{self.field_id}": block_shape[{self.partition_axis}]={extent} is not a multiple of '
+                f"tp_size={tp_size}"
+            )
+        return total_bytes // tp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSchema:
+    """Fields that become complete together while a forward pass runs."""
+
+    field_ids: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.field_ids:
+            raise ManifestError("stages: a stage has no field_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogicalManifest:
+    """The part of a manifest on which both peers must agree."""
+
+    model_fingerprint: str
+    weight_version: str
+    prefix_granularity: int
+    groups: tuple[GroupSchema, ...]
+    fields: tuple[FieldSchema, ...]
+    stages: tuple[StageSchema, ...]
+
+    def __post_init__(self) -> None:
+        _check_name("model_fingerprint", self.model_fingerprint)
+        if len(self.weight_version) > MAX_NAME_CHARS:
+            raise ManifestError(f"weight_version has {len(self.weight_version)} characters, limit {MAX_NAME_CHARS}")
+        _check_count("prefix_granularity", self.prefix_granularity)
+        _check_size("groups", self.groups, MAX_GROUPS)
+        _check_size("fields", self.fields, MAX_FIELDS)
+        _check_size("stages", self.stages, MAX_FIELDS)
+        self._check_groups()
+        self._check_stages()
+
+    def _check_groups(self) -> None:
+        group_ids = _unique("groups", (group.group_id for group in self.groups))
+        for group in self.groups:
+            if self.prefix_granularity % group.block_granularity:
+                raise ManifestError(
+                    f'group "{group.group_id}": block_granularity={group.block_granularity} does not divide '
+                    f"prefix_granularity={self.prefix_granularity}"
+                )
+        for item in self.fields:
+            if item.group_id not in group_ids:
+                raise ManifestError(f'field "{item.field_id}": group_id "{item.group_id}" is not among the groups')
+        _check_same_names("groups with fields", {item.group_id for item in self.fields}, "groups", group_ids)
+
+    def _check_stages(self) -> None:
+        field_ids = _unique("fields", (item.field_id for item in self.fields))
+        # The total is checked first so that a stage list cannot be longer than what it may name.
+        num_staged = sum(len(stage.field_ids) for stage in self.stages)
+        if num_staged > len(field_ids):
+            raise ManifestError(f"stages name {num_staged} fields, there are {len(field_ids)}")
+        staged = _unique("stages", (field_id for stage in self.stages for field_id in stage.field_ids))
+        _check_same_names("stages", staged, "fields", field_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldPlacement:
+    """Where one field lies inside a rank's arena, in bytes."""
+
+    field_id: str
+    offset_bytes: int
+    block_stride_bytes: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        where = f'field "{self.field_id}"'
+        _check_name("field_id", self.field_id)
+        if not 0 <= self.offset_bytes < MAX_ADDRESS:
+            raise ManifestError(f"{where}: offset_bytes={self.offset_bytes} is outside [0, 2**62)")
+        if not 1 <= self.block_bytes <= self.block_stride_bytes < MAX_ADDRESS:
+            raise ManifestError(
+                f"{where}: block_bytes={self.block_bytes}, block_stride_bytes={self.block_stride_bytes}: "
+                "need 1 <= block_bytes <= block_stride_bytes < 2**62"
+            )
+
+    def end_bytes(self, num_blocks: int) -> int:
+        """Bytes from the arena base to the end of the last of `num_blocks` blocks."""
+        return self.offset_bytes + (num_blocks - 1) * self.block_stride_bytes + self.block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBlockCount:
+    """Number of addressable blocks of a group on a rank, the null block 0 included."""
+
+    group_id: str
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        _check_name("group_id", self.group_id)
+        _check_count(f'block_counts "{self.group_id}": num_blocks', self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlacement:
+    """Physical part of a manifest for one rank: where its arena is and what lies where in it."""
+
+    tp_rank: int
+    tp_size: int
+    data_plane: str
+    endpoint: str
+    arena_base: int
+    arena_bytes: int
+    fields: tuple[FieldPlacement, ...]
+    block_counts: tuple[GroupBlockCount, ...]
+    # The planner looks both up for every stage of every chunk.
+    _field_by_id: dict[str, FieldPlacement] = field(init=False, repr=False, compare=False)
+    _num_blocks_by_group: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size <= MAX_RANKS:
+            raise ManifestError(
+                f"tp_rank={self.tp_rank}, tp_size={self.tp_size}: need 0 <= tp_rank < tp_size <= {MAX_RANKS}"
+            )
+        _check_name("data_plane", self.data_plane)
+        _check_name("endpoint", self.endpoint)
+        if self.arena_base < 1 or self.arena_bytes < 1 or self.arena_base + self.arena_bytes > MAX_ADDRESS:
+            raise ManifestError(
+                f"arena_base={self.arena_base:#x}, arena_bytes={self.arena_bytes}: both must be positive and the arena "
+                "must end below 2**62"
+            )
+        _check_size("placement fields", self.fields, MAX_FIELDS)
+        _check_size("block_counts", self.block_counts, MAX_GROUPS)
+        _unique("placement fields", (item.field_id for item in self.fields))
+        _unique("block_counts", (count.group_id for count in self.block_counts))
+        for item in self.fields:
+            if item.end_bytes(1) > self.arena_bytes:
+                raise ManifestError(
+                    f'field "{item.field_id}": block 0 ends at byte {item.end_bytes(1)}, arena_bytes={self.arena_bytes}'
+                )
+        object.__setattr__(self, "_field_by_id", {item.field_id: item for item in self.fields})
+        object.__setattr__(
+            self, "_num_blocks_by_group", {count.group_id: count.num_blocks for count in self.block_counts}
+        )
+
+    def find_field(self, field_id: str) -> FieldPlacement | None:
+        return self._field_by_id.get(field_id)
+
+    def find_num_blocks(self, group_id: str) -> int | None:
+        return self._num_blocks_by_group.get(group_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementManifest:
+    """Everything a peer must know to move cache to or from a node: one logical part, one placement per rank."""
+
+    logical: LogicalManifest
+    ranks: tuple[RankPlacement, ...]
+
+    def __post_init__(self) -> None:
+        _check_size("ranks", self.ranks, MAX_RANKS)
+        tp_sizes = {rank.tp_size for rank in self.ranks}
+        if tp_sizes != {len(self.ranks)} or {rank.tp_rank for rank in self.ranks} != set(range(len(self.ranks))):
+            found = ", ".join(f"{rank.tp_rank} of {rank.tp_size}" for rank in self.ranks)
+            raise ManifestError(
+                f"ranks: {len(self.ranks)} placements must be ranks 0 to {len(self.ranks) - 1}; found {found}"
+            )
+        for rank in self.ranks:
+            self._check_rank(rank)
+
+    def _check_rank(self, rank: RankPlacement) -> None:
+        where = f"rank {rank.tp_rank}"
+        groups = {group.group_id for group in self.logical.groups}
+        fields = {item.field_id for item in self.logical.fields}
+        _check_same_names(f"{where}: block_counts", {count.group_id for count in rank.block_counts}, "groups", groups)
+        _check_same_names(f"{where}: placement fields", {item.field_id for item in rank.fields}, "fields", fields)
+        by_group: dict[str, list[FieldPlacement]] = {group_id: [] for group_id in groups}
+        for item in self.logical.fields:
+            placement = rank._field_by_id[item.field_id]
+            num_blocks = rank._num_blocks_by_group[item.group_id]
+            _check_extent(where, item, placement, num_blocks, rank)
+            by_group[item.group_id].append(placement)
+        for group_id, placements in by_group.items():
+            _check_disjoint(f'{where}: group "{group_id}"', placements, rank._num_blocks_by_group[group_id])
+
+
+def build_manifest(
+    plan: CacheMemoryPlan,
+    *,
+    stages: Sequence[Sequence[str]],
+    model_fingerprint: str,
+    weight_version: str,
+    arena_base: int,
+    data_plane: str,
+    endpoint: str,
+) -> PlacementManifest:
+    """The manifest of a node with one rank, whose arena of `plan` starts at address `arena_base`.
+
+    `stages` lists the field ids that become complete together, in the order of a forward pass. Raises `ManifestError`
+    when they do not name every field of the plan exactly once.
+    """
+    logical = LogicalManifest(
+        model_fingerprint=model_fingerprint,
+        weight_version=weight_version,
+        prefix_granularity=plan.prefix_granularity,
+        groups=tuple(
+            GroupSchema(
+                group_id=spec.group_id,
+                family=spec.family,
+                retention=spec.retention,
+                block_granularity=spec.block_granularity,
+                sliding_window_tokens=spec.sliding_window_tokens,
+                replayable=spec.replayable,
+            )
+            for spec in plan.groups
+        ),
+        fields=tuple(
+            FieldSchema(
+                field_id=item.field_id,
+                group_id=item.group_id,
+                dtype=item.dtype,
+                block_shape=item.block_shape,
+                partition_axis=item.partition_axis,
+            )
+            for item in plan.fields
+        ),
+        stages=tuple(StageSchema(field_ids=tuple(field_ids)) for field_ids in stages),
+    )
+    rank = RankPlacement(
+        tp_rank=0,
+        tp_size=1,
+        data_plane=data_plane,
+        endpoint=endpoint,
+        arena_base=arena_base,
+        arena_bytes=plan.num_arena_bytes,
+        fields=tuple(
+            FieldPlacement(
+                field_id=item.field_id,
+                offset_bytes=item.offset_bytes,
+                block_stride_bytes=item.block_stride_bytes,
+                block_bytes=item.block_bytes,
+            )
+            for item in plan.fields
+        ),
+        block_counts=tuple(
+            GroupBlockCount(group_id=spec.group_id, num_blocks=plan.num_blocks(spec.group_id)) for spec in plan.groups
+        ),
+    )
+    return PlacementManifest(logical=logical, ranks=(rank,))
+
+
+def _check_extent(
+    where: str, item: FieldSchema, placement: FieldPlacement, num_blocks: int, rank: RankPlacement
+) -> None:
+    """The placement holds exactly one rank's share per block, and its last block ends inside the arena."""
+    expected_bytes = item.rank_block_bytes(rank.tp_size)
+    if placement.block_bytes != expected_bytes:
+        raise ManifestError(
+            f'{where}: field "{item.field_id}": block_bytes={placement.block_bytes}, but dtype and block_shape make '
+            f"{expected_bytes}"
+        )
+    if placement.end_bytes(num_blocks) > rank.arena_bytes:
+        raise ManifestError(
+            f'{where}: field "{item.field_id}": its {num_blocks} blocks end at byte {placement.end_bytes(num_blocks)} '
+            f"of an arena of arena_bytes={rank.arena_bytes}"
+        )
+
+
+def _check_disjoint(where: str, placements: Sequence[FieldPlacement], num_blocks: int) -> None:
+    """No two fields of one group share a byte. Fields of different groups may: their blocks are used in turn.
+
+    Fields are either planes, one after the other, or interleaved at one common stride; in the second case the bytes
+    inside one stride must not meet.
+    """
+    ordered = sorted(placements, key=lambda item: item.offset_bytes)
+    first = previous = ordered[0]
+    end_bytes = first.end_bytes(num_blocks)
+    for item in ordered[1:]:
+        if item.offset_bytes >= end_bytes:
+            first = item
+        elif not (
+            item.block_stride_bytes == first.block_stride_bytes
+            and previous.end_bytes(1) <= item.offset_bytes
+            and item.end_bytes(1) <= first.offset_bytes + first.block_stride_bytes
+        ):
+            raise ManifestError(f'{where}: fields "{previous.field_id}" and "{item.field_id}" overlap')
+        previous, end_bytes = item, max(end_bytes, item.end_bytes(num_blocks))
+
+
+def _check_name(name: str, value: str) -> None:
+    if not 1 <= len(value) <= MAX_NAME_CHARS:
+        raise ManifestError(f"{name} has {len(value)} characters, not 1 to {MAX_NAME_CHARS}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not 1 <= value <= MAX_COUNT:
+        raise ManifestError(f"{name}={value} is outside [1, {MAX_COUNT}]")
+
+
+def _check_size(name: str, values: Sequence[object], limit: int) -> None:
+    if not 1 <= len(values) <= limit:
+        raise ManifestError(f"{name}: {len(values)} entries, not 1 to {limit}")
+
+
+def _unique(name: str, values: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise ManifestError(f'{name}: "{value}" appears twice')
+        seen.add(value)
+    return seen
+
+
+def _check_same_names(left_name: str, left: set[str], right_name: str, right: set[str]) -> None:
+    for name in sorted(left ^ right):
+        has, lacks = (left_name, right_name) if name in left else (right_name, left_name)
+        raise ManifestError(f'"{name}" is in {has} but not in {lacks}')
