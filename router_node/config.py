@@ -1,0 +1,71 @@
+"""Configuration of a router: where the compute nodes are, and how much it accepts from clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from node_runtime.config import ByteSize, NodeConfig, parse_size
+from node_runtime.errors import InvalidRequest
+from node_runtime.rpc import parse_address
+
+
+class RouterConfig(NodeConfig):
+    """What a router needs to know."""
+
+    role_name: ClassVar[str] = "router"
+
+    model: str = Field(
+        min_length=1,
+        description="GGUF file, checkpoint directory, or the alias smollm2; only tokenizer and chat template are read.",
+    )
+    served_model_name: str = Field(
+        default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
+    )
+    prefill: tuple[str, ...] = Field(default=(), description="host:port of a prefill node.")
+    decode: tuple[str, ...] = Field(default=(), description="host:port of a decode node.")
+    fused: tuple[str, ...] = Field(
+        default=(), description="host:port of a fused node, which needs no prefill node beside it."
+    )
+    poll_interval_s: float = Field(
+        default=1.0, gt=0, le=60, description="How often nodes are asked while one of them is not usable. Seconds."
+    )
+    idle_poll_interval_s: float = Field(
+        default=15.0, gt=0, le=600, description="How often nodes are asked while all of them are well. Seconds."
+    )
+    max_prompt_bytes: ByteSize = Field(
+        default=parse_size("1MiB"), ge=1, description="Longest prompt text, all chat messages together, e.g. 1MiB."
+    )
+    max_stop_bytes: ByteSize = Field(
+        default=parse_size("1KiB"), ge=1, description="Longest single stop string, e.g. 1KiB."
+    )
+    max_live_requests: int = Field(
+        default=1024, ge=1, description="Requests served at a time; more are refused with RESOURCE_EXHAUSTED."
+    )
+
+    @field_validator("prefill", "decode", "fused")
+    @classmethod
+    def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            try:
+                parse_address(address)
+            except InvalidRequest as error:
+                raise ValueError(str(error)) from None
+        return addresses
+
+    @model_validator(mode="after")
+    def _check_across_fields(self) -> RouterConfig:
+        listed = (*self.prefill, *self.decode, *self.fused)
+        if not self.fused and not (self.prefill and self.decode):
+            raise ValueError("prefill, decode, fused: give at least one prefill and one decode node, or one fused node")
+        repeated = sorted({address for address in listed if listed.count(address) > 1})
+        if repeated:
+            raise ValueError(f"prefill, decode, fused: {', '.join(repeated)} appears more than once")
+        return self
+
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        path = Path(self.model)
+        return self.served_model_name or (path.name if path.is_dir() else path.stem)

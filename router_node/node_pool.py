@@ -1,0 +1,220 @@
+"""What the router knows about the compute nodes: who is there, who is usable, and why the others are not.
+
+Pure bookkeeping, without I/O and clock: discovery reports what nodes answered, placement reads who is usable. Owned by
+the router's event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from pdmesh.v1 import mesh_pb2
+
+_log = logging.getLogger("pdmesh.router.pool")
+
+
+class ComputeRole(Enum):
+    """What a compute node is there for; the value is its name in messages."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FUSED = "fused"
+
+
+ROLE_BY_WIRE: Mapping[int, ComputeRole] = MappingProxyType(
+    {
+        mesh_pb2.NODE_ROLE_PREFILL: ComputeRole.PREFILL,
+        mesh_pb2.NODE_ROLE_DECODE: ComputeRole.DECODE,
+        mesh_pb2.NODE_ROLE_FUSED: ComputeRole.FUSED,
+    }
+)
+
+
+class NodeState(Enum):
+    """Whether requests are sent to a node; the values are those of `PeerStatus.state`."""
+
+    READY = "ready"
+    CONNECTING = "connecting"
+    SUSPECT = "suspect"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What holds for the life of a node's process, as it told by itself. Counts of tokens and rows."""
+
+    address: str
+    node_id: str
+    incarnation: int
+    role: ComputeRole
+    model_fingerprint: str
+    vocab_size: int
+    limits: TokenLimits
+
+    def __str__(self) -> str:
+        return f"{self.role.value} node {self.node_id} at {self.address}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Most tokens of prompt and completion together: what the model allows, and what an arena can hold."""
+
+    context_tokens: int
+    max_request_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """The smaller of the two."""
+        return min(self.context_tokens, self.max_request_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    listed_as: ComputeRole
+    state: NodeState = NodeState.CONNECTING
+    detail: str = "not reached yet"
+    facts: NodeFacts | None = None
+    # False: a request failed there and the node has not answered since. It is the last to be chosen.
+    is_trusted: bool = True
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state is NodeState.READY and self.facts is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsableNode:
+    """A node that requests may be sent to."""
+
+    facts: NodeFacts
+    is_trusted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCondition:
+    """One node as the router's status reports it."""
+
+    address: str
+    facts: NodeFacts | None
+    state: NodeState
+    detail: str
+
+
+class NodePool:
+    """Every configured address and its latest condition.
+
+    All usable nodes run the same model: the first usable node decides which, until no node of that model is left. Their
+    vocabulary must be the tokenizer's.
+    """
+
+    def __init__(self, addresses: Mapping[ComputeRole, Sequence[str]], *, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._fingerprint: str | None = None
+        self._entries = {address: _Entry(listed_as=role) for role, listed in addresses.items() for address in listed}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return bool(self.usable(ComputeRole.FUSED)) or not self._lacking()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every configured node is usable and trusted: nothing to look after."""
+        return all(entry.is_usable and entry.is_trusted for entry in self._entries.values())
+
+    def usable(self, role: ComputeRole) -> tuple[UsableNode, ...]:
+        """In configured order."""
+        return tuple(
+            UsableNode(facts=entry.facts, is_trusted=entry.is_trusted)
+            for entry in self._entries.values()
+            if entry.is_usable and entry.facts is not None and entry.facts.role is role
+        )
+
+    def limits(self) -> TokenLimits | None:
+        """Those of the usable node that can hold the longest request; None when no node is usable."""
+        nodes = (*self.usable(ComputeRole.FUSED), *self.usable(ComputeRole.DECODE))
+        return max((node.facts.limits for node in nodes), key=lambda limits: limits.tokens, default=None)
+
+    def conditions(self) -> tuple[NodeCondition, ...]:
+        """In configured order."""
+        return tuple(
+            NodeCondition(address=address, facts=entry.facts, state=_reported_state(entry), detail=entry.detail)
+            for address, entry in self._entries.items()
+        )
+
+    def record_answer(self, facts: NodeFacts, *, is_serving: bool) -> None:
+        """The node at `facts.address` answered."""
+        entry = self._entries[facts.address]
+        entry.facts = facts
+        entry.is_trusted = True
+        fault = self._fault_of(entry, facts)
+        if fault is not None:
+            self._change(facts.address, NodeState.SUSPECT, fault)
+        elif not is_serving:
+            self._change(facts.address, NodeState.CONNECTING, f"{facts} is not serving")
+        else:
+            self._fingerprint = facts.model_fingerprint
+            self._change(facts.address, NodeState.READY, "")
+
+    def record_failure(self, address: str, reason: str) -> None:
+        """The node at `address` did not answer, or what it answered makes no sense."""
+        self._change(address, NodeState.SUSPECT, reason)
+
+    def distrust(self, addresses: Iterable[str]) -> None:
+        """A request failed on one of these nodes; until it answers again, others are preferred."""
+        for address in addresses:
+            self._entries[address].is_trusted = False
+
+    def describe_lack(self) -> str:
+        """Which pool lacks nodes, and what is known about each node of it. Meaningful while not ready."""
+        listed = {entry.listed_as for entry in self._entries.values()}
+        lacking = [role for role in (*self._lacking(), ComputeRole.FUSED) if role in listed]
+        details = "; ".join(
+            f"{address}: {entry.detail}"
+            for address, entry in self._entries.items()
+            if not entry.is_usable and entry.listed_as in lacking
+        )
+        pools = " and no ".join(f"{role.value} node" for role in lacking)
+        return f"no {pools} is usable ({details})"
+
+    def _lacking(self) -> tuple[ComputeRole, ...]:
+        return tuple(role for role in (ComputeRole.PREFILL, ComputeRole.DECODE) if not self.usable(role))
+
+    def _fault_of(self, entry: _Entry, facts: NodeFacts) -> str | None:
+        """Why the node must be left out, if so."""
+        if facts.role is not entry.listed_as and (entry.listed_as, facts.role) != (
+            ComputeRole.DECODE,
+            ComputeRole.FUSED,
+        ):
+            return f"listed as {entry.listed_as.value} node, but says it is {facts}"
+        if facts.vocab_size != self._vocab_size:
+            return f"{facts}: vocab_size is {facts.vocab_size}, the router's tokenizer has {self._vocab_size}"
+        others = {
+            other.facts.model_fingerprint
+            for address, other in self._entries.items()
+            if address != facts.address and other.is_usable and other.facts is not None
+        }
+        if others and self._fingerprint in others and facts.model_fingerprint != self._fingerprint:
+            return f"{facts}: model_fingerprint is {facts.model_fingerprint}, the pool runs {self._fingerprint}"
+        return None
+
+    def _change(self, address: str, state: NodeState, detail: str) -> None:
+        entry = self._entries[address]
+        if (entry.state, entry.detail) == (state, detail):
+            return
+        entry.state, entry.detail = state, detail
+        if state is NodeState.READY:
+            _log.info("%s is usable", entry.facts)
+        else:
+            _log.warning("%s node at %s is left out: %s", entry.listed_as.value, address, detail)
+
+
+def _reported_state(entry: _Entry) -> NodeState:
+    return entry.state if entry.is_trusted else NodeState.SUSPECT

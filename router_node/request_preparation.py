@@ -1,0 +1,175 @@
+"""From what a client asks for to what a decode node is told.
+
+Every rule of the client API is checked here, and the prompt becomes tokens. Knows the tokenizer and the configured
+limits, and no node. Long prompts are tokenised in a thread, because a megabyte of text takes a second and the event
+loop serves everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pdmesh.v1 import decode_pb2, inference_pb2
+
+from model_runtime.text.chat_template import ROLES, ChatMessage
+from model_runtime.text.errors import ChatTemplateError
+from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.errors import InvalidRequest, UnknownModel
+from node_runtime.wire.validation import (
+    MAX_CLIENT_STOP_TOKEN_IDS,
+    check_cache_salt,
+    check_lengths,
+    check_num_logprobs,
+    check_sampling,
+    check_stop_strings,
+    check_stop_token_ids,
+    check_token_ids,
+    require,
+)
+from router_node.node_pool import TokenLimits
+
+DEFAULT_MAX_TOKENS = 256
+_INLINE_PROMPT_BYTES = 4096
+_SEED_BITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """Bytes of text that a request may bring."""
+
+    max_prompt_bytes: int
+    max_stop_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that breaks no rule. `message` lacks only the prefill address; `stop` never leaves the router."""
+
+    message: decode_pb2.DecodeRequest
+    stop: tuple[str, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.message.token_ids)
+
+    def addressed(self, prefill_address: str) -> PreparedRequest:
+        """The same with the prefill node's address, empty for none."""
+        message = decode_pb2.DecodeRequest()
+        message.CopyFrom(self.message)
+        message.prefill_address = prefill_address
+        return replace(self, message=message)
+
+
+class RequestPreparer:
+    """Stateless apart from what it was made of."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        limits: PromptLimits,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
+    ) -> None:
+        """`draw_seed` gives the seed, in [0, 2**64), of a request that brings none."""
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._limits = limits
+        self._draw_seed = draw_seed
+
+    def check(self, request: inference_pb2.GenerateRequest) -> None:
+        """Everything that can be known without tokenising. Raises UnknownModel or InvalidRequest by field and limit."""
+        if request.model not in ("", self._model_name):
+            raise UnknownModel(f'model: "{request.model}" is not served here, only "{self._model_name}" is')
+        self._check_prompt(request)
+        check_sampling(request.sampling)
+        check_num_logprobs(request.num_logprobs if request.HasField("num_logprobs") else None)
+        if request.HasField("max_tokens"):
+            require(request.max_tokens >= 1, f"max_tokens: {request.max_tokens} given, at least 1 required")
+        check_stop_strings(request.stop)
+        for index, text in enumerate(request.stop):
+            self._check_bytes(f"stop[{index}]", len(text.encode()), self._limits.max_stop_bytes)
+        check_stop_token_ids(request.stop_token_ids, self._tokenizer.vocab_size, limit=MAX_CLIENT_STOP_TOKEN_IDS)
+        check_cache_salt(request.cache_salt)
+
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """The prompt's tokens; requires `check`. Raises InvalidRequest when the chat template refuses."""
+        if request.WhichOneof("prompt") == "tokens":
+            return list(request.tokens.token_ids)
+        if request.ByteSize() <= _INLINE_PROMPT_BYTES:
+            return self._encode(request)
+        return await asyncio.to_thread(self._encode, request)
+
+    def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        token_ids: list[int],
+        limits: TokenLimits | None,
+    ) -> PreparedRequest:
+        """The decode node's request. `limits` are those of the nodes, None when no node is known.
+
+        Raises InvalidRequest when prompt and completion exceed the context, and leaves the arena to placement.
+        """
+        own_tokens = self._tokenizer.max_context_tokens
+        context_tokens = own_tokens if limits is None else min(own_tokens, limits.context_tokens)
+        request_tokens = context_tokens if limits is None else min(context_tokens, limits.max_request_tokens)
+        require(len(token_ids) > 0, "prompt: the text has no tokens")
+        max_tokens = min(DEFAULT_MAX_TOKENS, max(1, request_tokens - len(token_ids)))
+        if request.HasField("max_tokens"):
+            max_tokens = request.max_tokens
+        check_lengths(len(token_ids), max_tokens, context_tokens)
+        message = decode_pb2.DecodeRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=request.sampling,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids(request),
+            num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
+            extra_keys=[request.cache_salt] if request.cache_salt else [],
+        )
+        if not message.sampling.HasField("seed"):
+            message.sampling.seed = self._draw_seed()
+        return PreparedRequest(message=message, stop=tuple(request.stop))
+
+    def _check_prompt(self, request: inference_pb2.GenerateRequest) -> None:
+        match request.WhichOneof("prompt"):
+            case "text":
+                require(request.text != "", "prompt.text: must not be empty")
+                self._check_bytes("prompt.text", len(request.text.encode()), self._limits.max_prompt_bytes)
+            case "chat":
+                self._check_chat(request.chat)
+            case "tokens":
+                check_token_ids(request.tokens.token_ids, self._tokenizer.vocab_size, field="prompt.tokens.token_ids")
+            case _:
+                raise InvalidRequest("prompt: one of text, chat and tokens is required")
+
+    def _check_chat(self, chat: inference_pb2.ChatPrompt) -> None:
+        require(len(chat.messages) > 0, "prompt.chat.messages: empty, at least one message required")
+        for index, message in enumerate(chat.messages):
+            require(
+                message.role in ROLES,
+                f'prompt.chat.messages[{index}].role: "{message.role}" given, one of {", ".join(ROLES)} required',
+            )
+        num_bytes = sum(len(message.content.encode()) for message in chat.messages)
+        self._check_bytes("prompt.chat", num_bytes, self._limits.max_prompt_bytes)
+        require(self._tokenizer.has_chat_template, "prompt.chat: the model has no chat template; send text or tokens")
+
+    def _check_bytes(self, field: str, num_bytes: int, limit: int) -> None:
+        require(num_bytes <= limit, f"{field}: {num_bytes} bytes given, at most {limit} allowed")
+
+    def _encode(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        if request.WhichOneof("prompt") == "text":
+            return self._tokenizer.encode(request.text, add_special=True)
+        messages = [ChatMessage(role=message.role, content=message.content) for message in request.chat.messages]
+        try:
+            return self._tokenizer.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise InvalidRequest(f"prompt.chat: {error}") from None
+
+    def _stop_token_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        own = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        return list(dict.fromkeys((*own, *request.stop_token_ids)))

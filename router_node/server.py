@@ -1,0 +1,162 @@
+"""Composition root of a router: makes every part, starts, serves, stops. The only module that knows all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
+
+from model_runtime.text.errors import ChatTemplateError, TokenizerError
+from model_runtime.text.tokenizer import Tokenizer, load_tokenizer
+from node_runtime.clock import SystemClock
+from node_runtime.errors import BadConfig
+from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
+from node_runtime.rpc import ChannelPool, NodeService, RpcServer, Telemetry
+from router_node.config import RouterConfig
+from router_node.discovery import Discovery
+from router_node.live_requests import LiveRequests
+from router_node.node_pool import ComputeRole, NodePool
+from router_node.placement import Placer
+from router_node.reporter import RouterReporter
+from router_node.request_preparation import PromptLimits, RequestPreparer
+from router_node.service import InferenceService, RouterParts
+
+_log = logging.getLogger("pdmesh.router")
+
+
+async def serve(config: RouterConfig) -> int:
+    """Runs a router until it is told to stop. Returns the exit status."""
+    telemetry = Telemetry.setup("pdmesh-router", config.node_id, config.otlp_endpoint)
+    stop_request = StopRequest()
+    routers: list[Router] = []
+
+    async def start() -> None:
+        # Off the event loop, so that a signal is heard while the vocabulary loads.
+        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model)
+        router = Router(
+            config,
+            tokenizer,
+            telemetry=telemetry,
+            on_fatal=lambda error: stop_request.ask(f"discovery of nodes broke down: {error}", EXIT_FAILURE),
+        )
+        routers.append(router)
+        await router.start()
+        announce_ready(role="router", node_id=config.node_id, address=router.address)
+
+    async def stop() -> None:
+        for router in routers:
+            await router.stop()
+        await asyncio.to_thread(telemetry.shutdown)
+
+    return await run_until_stopped(start, stop, stop_request)
+
+
+def _load_tokenizer(model: str) -> Tokenizer:
+    try:
+        return load_tokenizer(model)
+    except (TokenizerError, ChatTemplateError, OSError) as error:
+        raise BadConfig(f"model: {error}") from error
+
+
+class Router:
+    """A whole router inside one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        *,
+        telemetry: Telemetry,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        """`on_fatal` is told of a defect without which the router would serve an ever older picture of its nodes."""
+        self._config = config
+        self._on_fatal = on_fatal
+        self._tokenizer = tokenizer
+        self._telemetry = telemetry
+        self._channels = ChannelPool(max_message_bytes=config.max_message_bytes)
+        self._pool = NodePool(
+            {
+                ComputeRole.PREFILL: config.prefill,
+                ComputeRole.DECODE: config.decode,
+                ComputeRole.FUSED: config.fused,
+            },
+            vocab_size=tokenizer.vocab_size,
+        )
+        self._discovery = Discovery(
+            self._pool,
+            self._channels,
+            poll_interval_s=config.poll_interval_s,
+            idle_poll_interval_s=config.idle_poll_interval_s,
+            on_change=self._update_health,
+        )
+        self._server = RpcServer(config, self._telemetry)
+        self._polling: asyncio.Task[None] | None = None
+        self._is_serving = False
+        self._add_services()
+
+    @property
+    def address(self) -> str:
+        """host:port; meaningful after `start`."""
+        return self._server.advertised_address
+
+    def _add_services(self) -> None:
+        config = self._config
+        live = LiveRequests(config.max_live_requests)
+        limits = PromptLimits(max_prompt_bytes=config.max_prompt_bytes, max_stop_bytes=config.max_stop_bytes)
+        parts = RouterParts(
+            model_name=config.model_name(),
+            tokenizer=self._tokenizer,
+            preparer=RequestPreparer(self._tokenizer, model_name=config.model_name(), limits=limits),
+            pool=self._pool,
+            placer=Placer(self._pool),
+            discovery=self._discovery,
+            live=live,
+            channels=self._channels,
+            telemetry=self._telemetry,
+            clock=SystemClock(),
+        )
+        reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live)
+        self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+
+    async def start(self) -> None:
+        """Listens and asks every node once; returns whether or not they answered. Raises PortInUse."""
+        await self._server.start()
+        config = self._config
+        _log.info("model %s: vocab_size %d", config.model_name(), self._tokenizer.vocab_size)
+        _log.info(
+            "nodes: prefill %s, decode %s, fused %s", *map(_listing, (config.prefill, config.decode, config.fused))
+        )
+        await self._discovery.ask_all()
+        if not self._pool.is_ready:
+            _log.warning("not serving yet: %s", self._pool.describe_lack())
+        self._polling = asyncio.create_task(self._discovery.run())
+        self._polling.add_done_callback(self._end_of_polling)
+
+    async def stop(self) -> None:
+        """Lets running requests finish for the grace period, then stops everything. Copes with a failed start."""
+        await self._server.stop(self._config.drain_grace_s)
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait((self._polling,))
+        await self._channels.close()
+
+    def _end_of_polling(self, polling: asyncio.Task[None]) -> None:
+        if polling.cancelled():
+            return
+        error = polling.exception()
+        if error is not None:
+            _log.error("discovery of nodes broke down", exc_info=error)
+            self._on_fatal(error)
+
+    def _update_health(self) -> None:
+        if self._pool.is_ready != self._is_serving:
+            self._is_serving = self._pool.is_ready
+            self._server.set_serving(self._is_serving)
+
+
+def _listing(addresses: tuple[str, ...]) -> str:
+    return ", ".join(addresses) or "none"

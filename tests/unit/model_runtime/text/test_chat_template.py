@@ -1,0 +1,69 @@
+"""Chat templates render as their authors expect and can do no harm."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from model_runtime.text.chat_template import ChatMessage, ChatTemplate
+from model_runtime.text.errors import ChatTemplateError
+
+_MESSAGES = (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="<b> & 'q'"))
+
+
+def _render(source: str) -> str:
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", now=lambda: datetime(2024, 7, 26))
+    return template.render(_MESSAGES)
+
+
+def test_messages_tokens_and_the_generation_prompt_are_passed_unescaped() -> None:
+    source = (
+        "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert _render(source) == "<s>[system]be brief</s>[user]<b> & 'q'</s>[assistant]"
+
+
+def test_block_lines_leave_no_white_space() -> None:
+    assert _render("a\n    {% if true %}\nb\n    {% endif %}\nc") == "a\nb\nc"
+
+
+def test_loop_controls_generation_blocks_json_and_dates_are_available() -> None:
+    source = (
+        "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+        "|{{ messages[1].content | tojson }}|{{ strftime_now('%d %b %Y') }}"
+    )
+    assert _render(source) == "be brief|\"<b> & 'q'\"|26 Jul 2024"
+
+
+def test_the_templates_own_refusal_reaches_the_caller() -> None:
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        _render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages[0].nothing.deeper }}",
+        "{{ 1 / 0 }}",
+        "{{ range(1000000000) | list }}",
+    ],
+)
+def test_escapes_mutation_and_faults_are_refusals(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="refused the messages"):
+        _render(source)
+
+
+def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(ChatTemplateError, match="does not compile"):
+        ChatTemplate("{% for %}", bos_token="", eos_token="")
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(ValueError, match="role: 'narrator' is not one of system, user, assistant, tool"):
+        ChatMessage(role="narrator", content="")

@@ -1,0 +1,173 @@
+"""A small tokenizer, compute nodes that say what a test tells them to, and a client of a router in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+import tokenizers
+from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
+from tokenizers import AddedToken, models, pre_tokenizers
+
+from model_runtime.text.chat_template import ChatTemplate
+from model_runtime.text.tokenizer import Tokenizer
+from model_runtime.text.tokenizer_model import TokenizerModel
+from model_runtime.text.vocabulary import BYTE_LEVEL_ALPHABET, Spelling, Vocabulary
+from router_node.server import Router
+
+EOS = 256
+VOCAB_SIZE = 257
+CONTEXT_TOKENS = 64
+FINGERPRINT = "sha256:model"
+
+
+def make_tokenizer(*, chat_template: str | None = "{{ messages[0].content }}<|end|>") -> Tokenizer:
+    """One token per byte and "<|end|>"; a context of 64 tokens."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(BYTE_LEVEL_ALPHABET), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    characters = sorted(BYTE_LEVEL_ALPHABET, key=BYTE_LEVEL_ALPHABET.__getitem__)
+    vocabulary = Vocabulary(
+        tokens=(*characters, "<|end|>"),
+        spelling=Spelling.BYTE_LEVEL,
+        verbatim=frozenset({EOS}),
+        silent=frozenset({EOS}),
+    )
+    return Tokenizer(
+        TokenizerModel(
+            backend=backend,
+            vocabulary=vocabulary,
+            prefix_token_ids=(),
+            suffix_token_ids=(),
+            eos_token_ids=(EOS,),
+            max_context_tokens=CONTEXT_TOKENS,
+            chat_template=None if chat_template is None else ChatTemplate(chat_template, bos_token="", eos_token=""),
+        )
+    )
+
+
+def tokens_event(text: str | bytes) -> decode_pb2.DecodeResponse:
+    content = text.encode() if isinstance(text, str) else text
+    tokens = [inference_pb2.SampledToken(token_id=byte) for byte in content]
+    return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodeTokens(tokens=tokens))
+
+
+def finish_event(
+    reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_LENGTH, matched_token_id: int | None = None
+) -> decode_pb2.DecodeResponse:
+    usage = inference_pb2.Usage(
+        prompt_tokens=3, completion_tokens=2, cached=inference_pb2.CachedTokens(prefill_device=1)
+    )
+    finish = decode_pb2.DecodeFinish(reason=reason, usage=usage, timings=inference_pb2.Timings(transfer_ms=1.5))
+    if matched_token_id is not None:
+        finish.matched_token_id = matched_token_id
+    return decode_pb2.DecodeResponse(finish=finish)
+
+
+@dataclass
+class Refusal:
+    """A script step: the decode node ends the call with this status."""
+
+    code: grpc.StatusCode
+    message: str
+
+
+class Hang:
+    """A script step: the decode node says nothing more."""
+
+
+Step = decode_pb2.DecodeResponse | Refusal | Hang
+
+
+@dataclass
+class FakeNode:
+    """One compute node. `script` is what its Generate does; what it was asked is kept."""
+
+    role: mesh_pb2.NodeRole
+    node_id: str
+    fingerprint: str = FINGERPRINT
+    vocab_size: int = VOCAB_SIZE
+    max_request_tokens: int = CONTEXT_TOKENS
+    serving: bool = True
+    script: Sequence[Step] = ()
+    requests: list[decode_pb2.DecodeRequest] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    address: str = ""
+    server: grpc.aio.Server | None = None
+
+    async def start(self) -> FakeNode:
+        self.server = grpc.aio.server()
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)  # type: ignore[arg-type]
+        mesh_pb2_grpc.add_NodeServicer_to_server(self, self.server)  # type: ignore[arg-type]
+        port = self.server.add_insecure_port(self.address or "127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self.server.start()
+        return self
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(None)
+
+    async def GetNodeInfo(self, request: mesh_pb2.GetNodeInfoRequest, context: object) -> mesh_pb2.NodeInfo:
+        return mesh_pb2.NodeInfo(
+            node_id=self.node_id,
+            incarnation=7,
+            role=self.role,
+            model_fingerprint=self.fingerprint,
+            vocab_size=self.vocab_size,
+            context_tokens=CONTEXT_TOKENS,
+            max_request_tokens=self.max_request_tokens,
+        )
+
+    async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:
+        return mesh_pb2.NodeStatus(serving=self.serving)
+
+    async def ClearCache(self, request: mesh_pb2.ClearCacheRequest, context: object) -> mesh_pb2.ClearCacheResponse:
+        return mesh_pb2.ClearCacheResponse()
+
+    async def Generate(
+        self,
+        request: decode_pb2.DecodeRequest,
+        context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        try:
+            for step in self.script:
+                if isinstance(step, Refusal):
+                    await context.abort(step.code, step.message)
+                elif isinstance(step, Hang):
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+@dataclass(frozen=True)
+class RunningRouter:
+    """A started router and a client of it."""
+
+    router: Router
+    channel: grpc.aio.Channel
+    stub: inference_pb2_grpc.InferenceAsyncStub
+    node: mesh_pb2_grpc.NodeAsyncStub
+
+    async def generate(self, **fields: object) -> list[inference_pb2.GenerateResponse]:
+        request = inference_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
+        return [response async for response in self.stub.Generate(request, timeout=20)]
+
+    async def refusal(self, **fields: object) -> tuple[grpc.StatusCode, str]:
+        """Status and message of a request that must fail."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.generate(**fields)
+        return caught.value.code(), caught.value.details() or ""
+
+
+StartNode = Callable[..., Awaitable[FakeNode]]
+StartRouter = Callable[..., Awaitable[RunningRouter]]
