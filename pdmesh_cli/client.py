@@ -1,0 +1,252 @@
+"""Python client of the router: `PdmeshClient` for plain code, `AsyncPdmeshClient` for asyncio.
+
+Streams typed events and turns every failure into a PdmeshError. Knows the public API only. A client owns its channel;
+close it or use it as a context manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pdmesh.v1 import inference_pb2, inference_pb2_grpc
+
+from node_runtime.errors import NodeError
+from node_runtime.rpc.channel import Channel, connect
+from node_runtime.rpc.errors import status_of
+from pdmesh_cli.client_types import (
+    Completion,
+    Delta,
+    Event,
+    Finish,
+    GenerateOptions,
+    ModelCard,
+    PdmeshError,
+    Placement,
+    Prompt,
+    Token,
+    event_of,
+    request_message,
+)
+
+DEFAULT_TIMEOUT_S = 600.0
+MAX_MESSAGE_BYTES = 16 * 2**20
+_DEFAULT_OPTIONS = GenerateOptions()
+
+T = TypeVar("T")
+
+
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """Turns what the block raises for a call into PdmeshError."""
+    try:
+        yield
+    except NodeError as error:
+        raise PdmeshError(status_of(error).name, error.message) from None
+
+
+class AsyncPdmeshClient:
+    """A client for one event loop, the one that is running when it is made."""
+
+    def __init__(self, router: str) -> None:
+        """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address."""
+        with client_errors():
+            self._channel: Channel = connect(router, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._stub = self._channel.stub(inference_pb2_grpc.InferenceStub)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AsyncGenerator[Event, None]:
+        """Streams one Placement, then Deltas, then exactly one Finish.
+
+        `timeout_s` is the deadline of the whole answer. Raises PdmeshError. Leaving the iteration early cancels the
+        work on every node; wrap it in `contextlib.aclosing` to do that at once.
+        """
+        request = request_message(prompt, options)
+        is_finished = False
+        with client_errors():
+            responses = self._channel.server_stream(self._stub.Generate, request, timeout_s=timeout_s)
+            async with aclosing(responses) as stream:
+                async for response in stream:
+                    event = event_of(response)
+                    is_finished = isinstance(event, Finish)
+                    yield event
+        if not is_finished:
+            raise PdmeshError("INTERNAL", "the stream ended without a Finish")
+
+    async def complete(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Completion:
+        """The whole answer at once. Raises PdmeshError."""
+        collected = _Collected()
+        async with aclosing(self.generate(prompt, options, timeout_s=timeout_s)) as events:
+            async for event in events:
+                collected.take(event)
+        return collected.completion()
+
+    async def list_models(self, *, timeout_s: float = 10.0) -> tuple[ModelCard, ...]:
+        """The models that are served. Raises PdmeshError."""
+        with client_errors():
+            response = await self._channel.unary(
+                self._stub.ListModels, inference_pb2.ListModelsRequest(), timeout_s=timeout_s
+            )
+        return tuple(
+            ModelCard(name=card.name, context_tokens=card.context_tokens, vocab_size=card.vocab_size)
+            for card in response.models
+        )
+
+    async def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        await self._channel.close()
+
+
+class _Collected:
+    """Puts the events of one answer together."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._tokens: list[Token] = []
+        self._placement: Placement | None = None
+        self._finish: Finish | None = None
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Placement():
+                self._placement = event
+            case Delta():
+                self._text.append(event.text)
+                self._tokens.extend(event.tokens)
+            case Finish():
+                self._finish = event
+
+    def completion(self) -> Completion:
+        if self._placement is None or self._finish is None:
+            raise PdmeshError("INTERNAL", "the stream ended without a Placement and a Finish")
+        return Completion(
+            text="".join(self._text), tokens=tuple(self._tokens), placement=self._placement, finish=self._finish
+        )
+
+
+class GenerateStream:
+    """The events of one answer as a plain iterator. `close` (or leaving the `with` block) cancels the work."""
+
+    def __init__(self, client: PdmeshClient, events: AsyncGenerator[Event, None]) -> None:
+        self._client = client
+        self._events = events
+        self._is_closed = False
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            event = self._client._wait(_next_or_none(self._events))
+        except BaseException:
+            self.close()
+            raise
+        if event is None:
+            self._is_closed = True
+            raise StopIteration
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what is left. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._client._wait(_close(self._events))
+
+
+async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
+    return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[Event, None]) -> None:
+    await events.aclose()
+
+
+class PdmeshClient:
+    """A client for code without an event loop: blocks, may be shared by threads, works inside notebooks.
+
+    Its calls run on an event loop in a thread of its own.
+    """
+
+    def __init__(self, router: str) -> None:
+        """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pdmesh-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._wait(_connected(router))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> GenerateStream:
+        """Like `AsyncPdmeshClient.generate`."""
+        return GenerateStream(self, self._client.generate(prompt, options, timeout_s=timeout_s))
+
+    def complete(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Completion:
+        """Like `AsyncPdmeshClient.complete`."""
+        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s))
+
+    def list_models(self, *, timeout_s: float = 10.0) -> tuple[ModelCard, ...]:
+        """Like `AsyncPdmeshClient.list_models`."""
+        return self._wait(self._client.list_models(timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Cancels what still runs and ends the thread. Idempotent."""
+        if not self._loop.is_closed():
+            self._wait(self._client.close())
+            self._stop_loop()
+
+    def _wait(self, work: Coroutine[object, object, T]) -> T:
+        """Runs a coroutine on the client's loop; an interrupt of the waiting thread cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _connected(router: str) -> AsyncPdmeshClient:
+    return AsyncPdmeshClient(router)

@@ -1,0 +1,250 @@
+"""What the Python client takes and gives: frozen values without a trace of the wire, and their translation.
+
+Owned by `client`; nothing here talks to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdmesh.v1 import inference_pb2
+
+
+class PdmeshError(Exception):
+    """A call that did not end well. `code` is the name of the gRPC status, e.g. "INVALID_ARGUMENT"."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation; `role` is "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[ChatMessage] | Sequence[int]
+"""Plain text, a conversation, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """How to continue a prompt. What is None or empty takes the server's default."""
+
+    model: str = ""
+    request_id: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token."""
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a request runs. No `prefill_node`: the decode node prefills itself. No `trace_id`: tracing is off."""
+
+    request_id: str
+    decode_node: str
+    prefill_node: str
+    trace_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """More of the answer. The text may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedTokens:
+    """Prompt tokens that were not computed for this request, by where they came from."""
+
+    prefill_device: int = 0
+    decode_device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached: CachedTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """What the serving nodes measured; milliseconds, bytes and counts as in `pdmesh.v1.Timings`."""
+
+    prefill_queue_ms: float
+    prefill_compute_ms: float
+    transfer_ms: float
+    transfer_exposed_ms: float
+    transferred_bytes: int
+    transferred_runs: int
+    transferred_blocks: int
+    time_to_first_token_ms: float
+    decode_ms: float
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The regular end of an answer, and what it cost."""
+
+    reason: FinishReason
+    matched_token_id: int | None
+    matched_stop: str | None
+    usage: Usage
+    timings: Timings
+
+
+Event = Placement | Delta | Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    tokens: tuple[Token, ...] = field(repr=False)
+    placement: Placement
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """A served model; `context_tokens` bounds prompt and completion together."""
+
+    name: str
+    context_tokens: int
+    vocab_size: int
+
+
+def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """The wire form of a request. Raises ValueError for a prompt that mixes messages and token ids."""
+    request = inference_pb2.GenerateRequest(
+        request_id=options.request_id,
+        model=options.model,
+        max_tokens=options.max_tokens,
+        stop=options.stop,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        num_logprobs=options.num_logprobs,
+        cache_salt=options.cache_salt,
+        sampling=inference_pb2.SamplingParams(
+            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        ),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+        return request
+    messages = [part for part in prompt if isinstance(part, ChatMessage)]
+    token_ids = [part for part in prompt if isinstance(part, int)]
+    if messages and token_ids:
+        raise ValueError("prompt: give either chat messages or token ids, not both")
+    if messages:
+        turns = [inference_pb2.ChatMessage(role=each.role, content=each.content) for each in messages]
+        request.chat.CopyFrom(inference_pb2.ChatPrompt(messages=turns))
+    else:
+        request.tokens.CopyFrom(inference_pb2.TokenPrompt(token_ids=token_ids))
+    return request
+
+
+def event_of(response: inference_pb2.GenerateResponse) -> Event:
+    """The typed form of one streamed message. Raises PdmeshError for one that this client does not know."""
+    match response.WhichOneof("event"):
+        case "placement":
+            placed = response.placement
+            return Placement(
+                request_id=placed.request_id,
+                decode_node=placed.decode_node,
+                prefill_node=placed.prefill_node,
+                trace_id=placed.trace_id,
+            )
+        case "delta":
+            return Delta(text=response.delta.text, tokens=tuple(_token_of(token) for token in response.delta.tokens))
+        case "finish":
+            return _finish_of(response.finish)
+        case _:
+            raise PdmeshError("INTERNAL", "the server sent an event that this client does not know; update the client")
+
+
+def _token_of(message: inference_pb2.SampledToken) -> Token:
+    return Token(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple(TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in message.top_logprobs),
+    )
+
+
+def _finish_of(message: inference_pb2.Finish) -> Finish:
+    stopped = message.reason == inference_pb2.FINISH_REASON_STOP
+    return Finish(
+        reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        matched_token_id=message.matched_token_id if message.HasField("matched_token_id") else None,
+        matched_stop=message.matched_stop if message.HasField("matched_stop") else None,
+        usage=_usage_of(message.usage),
+        timings=_timings_of(message.timings),
+    )
+
+
+def _usage_of(message: inference_pb2.Usage) -> Usage:
+    cached = message.cached
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached=CachedTokens(
+            prefill_device=cached.prefill_device,
+            decode_device=cached.decode_device,
+            host=cached.host,
+            storage=cached.storage,
+        ),
+    )
+
+
+def _timings_of(message: inference_pb2.Timings) -> Timings:
+    return Timings(
+        prefill_queue_ms=message.prefill_queue_ms,
+        prefill_compute_ms=message.prefill_compute_ms,
+        transfer_ms=message.transfer_ms,
+        transfer_exposed_ms=message.transfer_exposed_ms,
+        transferred_bytes=message.transferred_bytes,
+        transferred_runs=message.transferred_runs,
+        transferred_blocks=message.transferred_blocks,
+        time_to_first_token_ms=message.time_to_first_token_ms,
+        decode_ms=message.decode_ms,
+    )

@@ -1,0 +1,114 @@
+"""`pdmesh generate`: one prompt, its answer on standard output, what it cost on standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from pdmesh_cli.client import AsyncPdmeshClient
+from pdmesh_cli.client_types import (
+    ChatMessage,
+    Completion,
+    Delta,
+    Finish,
+    GenerateOptions,
+    Placement,
+    Prompt,
+    Token,
+)
+from pdmesh_cli.report import request_report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One finished request as a command sees it."""
+
+    placement: Placement
+    finish: Finish
+
+
+def prompt_of(text: str, *, chat: bool, system: str | None) -> Prompt:
+    """Plain text, or one user turn behind an optional system turn."""
+    if not chat:
+        return text
+    turns = [ChatMessage(role="system", content=system)] if system else []
+    return (*turns, ChatMessage(role="user", content=text))
+
+
+async def stream_answer(
+    client: AsyncPdmeshClient,
+    prompt: Prompt,
+    options: GenerateOptions,
+    *,
+    timeout_s: float,
+    on_delta: Callable[[Delta], None],
+) -> Answer:
+    """Streams one answer into `on_delta`. Raises PdmeshError."""
+    placement: Placement | None = None
+    finish: Finish | None = None
+    async with aclosing(client.generate(prompt, options, timeout_s=timeout_s)) as events:
+        async for event in events:
+            match event:
+                case Placement():
+                    placement = event
+                case Delta():
+                    on_delta(event)
+                case Finish():
+                    finish = event
+    if placement is None or finish is None:
+        raise RuntimeError("the client ended a stream without Placement and Finish and raised nothing")
+    return Answer(placement=placement, finish=finish)
+
+
+async def run_generate(
+    router: str,
+    prompt: Prompt,
+    options: GenerateOptions,
+    *,
+    timeout_s: float,
+    as_json: bool,
+    out: Console,
+    err: Console,
+) -> None:
+    """Carries out the command. Raises PdmeshError."""
+    async with AsyncPdmeshClient(router) as client:
+        if as_json:
+            completion = await client.complete(prompt, options, timeout_s=timeout_s)
+            out.file.write(completion_json(completion) + "\n")
+            return
+        tokens: list[Token] = []
+
+        def show(delta: Delta) -> None:
+            tokens.extend(delta.tokens)
+            out.file.write(delta.text)
+            out.file.flush()
+
+        answer = await stream_answer(client, prompt, options, timeout_s=timeout_s, on_delta=show)
+    out.file.write("\n")
+    out.file.flush()
+    if options.num_logprobs is not None:
+        _print_logprobs(tokens, err)
+    err.print(request_report(answer.placement, answer.finish))
+
+
+def completion_json(completion: Completion) -> str:
+    """The whole answer as one JSON object, keys named like the fields of the client's types."""
+    content = {
+        "text": completion.text,
+        "tokens": [asdict(token) for token in completion.tokens],
+        "placement": asdict(completion.placement),
+        "finish": {**asdict(completion.finish), "reason": completion.finish.reason.value},
+    }
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _print_logprobs(tokens: list[Token], err: Console) -> None:
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        others = "  ".join(f"{other.token_id}: {other.logprob:.4f}" for other in token.top_logprobs)
+        err.print(f"token {token.token_id:>6}  {token.logprob:9.4f}   {others}".rstrip(), highlight=False)

@@ -1,0 +1,350 @@
+"""The `pdmesh` command: reads options, calls the module that does the work, turns every failure into one line.
+
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration. Roles are imported only by the command that runs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+
+from decode_node.config import DecodeNodeConfig, FusedNodeConfig
+from node_runtime.config import ComputeNodeConfig, NodeConfig, load_config
+from node_runtime.errors import BadConfig, NodeError
+from node_runtime.lifecycle import run_node, setup_logging
+from pdmesh_cli.child import ChildError
+from pdmesh_cli.client_types import GenerateOptions, PdmeshError
+from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, merged_values
+from pdmesh_cli.model_fetch import ModelFetchError
+from pdmesh_cli.parent_death import die_with_parent
+from pdmesh_cli.up import DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
+from prefill_node.config import PrefillNodeConfig
+from router_node.config import RouterConfig
+
+EXIT_FAILURE = 1
+EXIT_BAD_USAGE = 2
+# What `pdmesh up` sets itself on every compute node.
+_NOT_FOR_UP = frozenset({*NodeConfig.model_fields, "model", "served_model_name", "num_threads"})
+_DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
+
+ConfigT = TypeVar("ConfigT", PrefillNodeConfig, DecodeNodeConfig, FusedNodeConfig, RouterConfig)
+
+app = typer.Typer(
+    name="pdmesh",
+    help="Serve an LLM with prefill and decode as separate services.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_NODES = "Nodes"
+_THIS_MACHINE = "A mesh on this machine"
+_CLIENTS = "Using a mesh"
+
+
+@contextmanager
+def _reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
+    """Ends the command with one clear line for what can go wrong in the open; defects keep their traceback.
+
+    `quote_logs` shows the last lines of a child that failed, for commands that do not show them anyway.
+    """
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield
+    except BadConfig as error:
+        _fail(err, error, EXIT_BAD_USAGE)
+    except ChildError as error:
+        for line in error.last_lines if quote_logs else ():
+            err.print(f"  {line}", style="bright_black", markup=False)
+        _fail(err, error, EXIT_FAILURE)
+    except (ModelFetchError, PdmeshError, NodeError) as error:
+        _fail(err, error, EXIT_FAILURE)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        err.print("interrupted")
+        sys.exit(128 + signal.SIGINT)
+
+
+def _fail(err: Console, error: Exception, exit_code: int) -> NoReturn:
+    err.print(f"pdmesh: {error}", style="red", markup=False)
+    sys.exit(exit_code)
+
+
+def _panel_of(name: str) -> str:
+    """Help panel of a configuration field: the widest group that has it."""
+    if name in NodeConfig.model_fields:
+        return "Every node"
+    return "Model, cache and batching" if name in ComputeNodeConfig.model_fields else "This role"
+
+
+def _add_role(
+    name: str, config_type: type[ConfigT], serve: Callable[[ConfigT], Coroutine[object, object, int]]
+) -> None:
+    """Adds the command that runs one node in the foreground until SIGTERM or SIGINT."""
+
+    def command(config_file: Path | None, **flags: FlagValue) -> None:
+        with _reported_failures():
+            config = load_config(config_type, merged_values(config_type, config_file, flags))
+            alias = alias_name(config.model)
+            if alias is not None:
+                path = provide_model(alias, Console(stderr=True))
+                config = config.model_copy(
+                    update={"model": str(path), "served_model_name": config.served_model_name or alias}
+                )
+        setup_logging(config.node_id, config.log_level)
+        run_node(serve(config))
+
+    parameters = [CONFIG_FILE_PARAMETER, *config_parameters(config_type, panel_of=_panel_of)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    app.command(name, help=serve.__doc__, rich_help_panel=_NODES)(command)
+
+
+def _serve_router(config: RouterConfig) -> Coroutine[object, object, int]:
+    """Run a router: the endpoint of clients. Text in, text out; needs no torch."""
+    from router_node.server import serve
+
+    return serve(config)
+
+
+def _serve_prefill(config: PrefillNodeConfig) -> Coroutine[object, object, int]:
+    """Run a prefill node: computes prompts and writes their cache into decode nodes."""
+    from prefill_node.server import serve
+
+    return serve(config)
+
+
+def _serve_decode(config: DecodeNodeConfig) -> Coroutine[object, object, int]:
+    """Run a decode node: takes prefilled prompts and generates tokens."""
+    from decode_node.server import serve
+
+    return serve(config)
+
+
+def _serve_fused(config: FusedNodeConfig) -> Coroutine[object, object, int]:
+    """Run a fused node: prefill and decode in one process."""
+    from decode_node.server import serve
+
+    return serve(config)
+
+
+_add_role("router", RouterConfig, _serve_router)
+_add_role("prefill", PrefillNodeConfig, _serve_prefill)
+_add_role("decode", DecodeNodeConfig, _serve_decode)
+_add_role("fused", FusedNodeConfig, _serve_fused)
+
+_Model = Annotated[str, typer.Option(help="GGUF file, safetensors directory, or the alias smollm2.")]
+_Fused = Annotated[bool, typer.Option("--fused", help="One fused node instead of prefill and decode.")]
+_NumPrefill = Annotated[int, typer.Option(min=1, metavar="<int>", help="Prefill nodes to start.")]
+_NumDecode = Annotated[int, typer.Option(min=1, metavar="<int>", help="Decode (or fused) nodes to start.")]
+_NumThreads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="<int>",
+        help="Compute threads of each node. Default: the cores, shared out equally between the nodes.",
+    ),
+]
+_LogLevel = Annotated[
+    str,
+    typer.Option(
+        metavar="<name>", help="Least severe log records to print. One of debug, info, warning, error."
+    ),
+]
+
+
+def _add_up() -> None:
+    """Adds `up`: its own options, then those of the compute nodes that it passes on."""
+
+    def command(**values: FlagValue) -> None:
+        own = {name: value for name, value in values.items() if name in own_names}
+        compute_values = {name: value for name, value in values.items() if name not in own_names}
+        node_values = {name: value for name, value in own.items() if name in ComputeNodeConfig.model_fields}
+        with _reported_failures():
+            # Refused here, by name, instead of by a child.
+            load_config(ComputeNodeConfig, merged_values(ComputeNodeConfig, None, {**node_values, **compute_values}))
+            asyncio.run(run_up(_up_options(**own, compute_values=compute_values), _document_console()))  # type: ignore[arg-type]
+
+    own_parameters = [
+        parameter
+        for parameter in inspect.signature(_up_options, eval_str=True).parameters.values()
+        if parameter.name != "compute_values"
+    ]
+    own_names = {parameter.name for parameter in own_parameters}
+    passed_on = config_parameters(ComputeNodeConfig, exclude=_NOT_FOR_UP, panel_of=lambda _: "Passed on to the nodes")
+    command.__signature__ = inspect.Signature([*own_parameters, *passed_on])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    app.command("up", help=_up_options.__doc__, rich_help_panel=_THIS_MACHINE)(command)
+
+
+def _up_options(
+    *,
+    compute_values: dict[str, FlagValue],
+    model: _Model = "smollm2",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name clients use for the model. Default: the alias or the name of the file.")
+    ] = None,
+    fused: _Fused = False,
+    num_prefill: _NumPrefill = 1,
+    num_decode: _NumDecode = 1,
+    num_threads: _NumThreads = None,
+    host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="<int>", help="Port of the router; 0 takes a free one.")
+    ] = DEFAULT_ROUTER_PORT,
+    log_level: _LogLevel = "info",
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces there instead of to the embedded collector.")
+    ] = None,
+    waterfall: Annotated[
+        bool, typer.Option("--waterfall", help="Print the waterfall of every request's trace.")
+    ] = False,
+) -> UpOptions:
+    """Run a whole mesh on this machine: router, prefill and decode nodes, trace collector. Ctrl-C stops it."""
+    return UpOptions(
+        model=model,
+        served_model_name=served_model_name,
+        fused=fused,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_threads=num_threads,
+        host=host,
+        port=port,
+        log_level=log_level,
+        otlp_endpoint=otlp_endpoint,
+        show_waterfalls=waterfall,
+        compute_values=compute_values,
+    )
+
+
+_add_up()
+
+
+@app.command("demo", rich_help_panel=_THIS_MACHINE)
+def _demo(
+    model: _Model = "smollm2",
+    fused: _Fused = False,
+    num_threads: _NumThreads = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log lines of the nodes.")] = False,
+) -> None:
+    """Start router, prefill and decode as three processes, answer four prompts and show what happened to each."""
+    from pdmesh_cli.demo import run_demo
+
+    options = UpOptions(model=model, fused=fused, num_threads=num_threads, port=0)
+    with _reported_failures(quote_logs=not verbose):
+        asyncio.run(run_demo(options, _document_console(), verbose=verbose))
+
+
+def _document_console() -> Console:
+    """As wide as the terminal, at most 100 columns; 100 where there is no terminal."""
+    console = Console(highlight=False)
+    width = min(console.width, 100) if console.is_terminal else 100
+    return Console(highlight=False, width=width)
+
+
+@app.command("generate", rich_help_panel=_CLIENTS)
+def _generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt, or "-" to read it from standard input.')],
+    router: Annotated[
+        str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="Address of the router.")
+    ] = _DEFAULT_ROUTER,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message in front of the chat message.")] = None,
+    model: Annotated[str, typer.Option(help="Name of the model. Default: the only one served.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate. Default: 256.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep only the k most likely tokens. Default: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set with this mass. Default: 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn by the server.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="<str>", help="End before this text. May be repeated.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print log-probabilities of each token and of this many alternatives.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, metavar="<float>", help="Deadline of the answer. Seconds.")
+    ] = 600,
+) -> None:
+    """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
+    from pdmesh_cli.generate import prompt_of, run_generate
+
+    options = GenerateOptions(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        num_logprobs=logprobs,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    out, err = Console(), Console(stderr=True, highlight=False)
+    work = run_generate(
+        router,
+        prompt_of(text, chat=chat or system is not None, system=system),
+        options,
+        timeout_s=timeout_s,
+        as_json=as_json,
+        out=out,
+        err=err,
+    )
+    with _reported_failures():
+        asyncio.run(work)
+
+
+@app.command("status", rich_help_panel=_CLIENTS)
+def _status(
+    router: Annotated[
+        str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="A router; its nodes are asked as well.")
+    ] = _DEFAULT_ROUTER,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<host:port>", help="Ask this node instead. May be repeated."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for each node. Seconds.")
+    ] = 5,
+) -> None:
+    """Show role, state, load and cache of the nodes, once."""
+    from pdmesh_cli.status import ask_mesh, status_table
+
+    with _reported_failures():
+        reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s))
+    console = _document_console()
+    console.print(status_table(reports))
+    errors = [report.error for report in reports if report.error]
+    for error in errors:
+        console.print(error, style="red", markup=False)
+    if errors:
+        sys.exit(EXIT_FAILURE)
+
+
+@app.command("version", rich_help_panel=_CLIENTS)
+def _version() -> None:
+    """Print the version."""
+    typer.echo(f"pdmesh {importlib.metadata.version('pdmesh')}")
+
+
+def main() -> None:
+    """Entry point of the `pdmesh` command."""
+    die_with_parent()
+    app(prog_name="pdmesh")
+
+
+if __name__ == "__main__":
+    main()

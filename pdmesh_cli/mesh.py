@@ -1,0 +1,168 @@
+"""A whole mesh on this machine as child processes: who is started with what, in which order all of it stops.
+
+Knows the roles by their command lines only. Compute nodes start side by side, the router when they are ready. The
+router stops first, then decode, then prefill, so that nobody loses a peer that it still needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pdmesh_cli.child import Announcement, Child, ChildError, ChildSpec, LogSink
+
+# How long after a failure of the work a dying child is taken for its cause.
+_BLAME_WINDOW_S = 1.0
+
+T = TypeVar("T")
+
+
+def num_usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def shared_num_threads(num_cores: int, num_compute_nodes: int) -> int:
+    """Compute threads of each node when nodes share a machine: an equal part of the cores, at least one."""
+    return max(1, num_cores // max(1, num_compute_nodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """What to start. The argument tuples are command-line options that are passed on as they are."""
+
+    num_prefill: int
+    num_decode: int
+    fused: bool
+    """One fused node per `num_decode`; no prefill nodes then."""
+    num_threads: int
+    compute_arguments: tuple[str, ...]
+    router_arguments: tuple[str, ...]
+    common_arguments: tuple[str, ...] = ()
+    program: tuple[str, ...] = ("-P", "-m", "pdmesh_cli.main")
+    """Interpreter arguments in front of the role."""
+    ready_timeout_s: float = 300.0
+    stop_grace_s: float = 35.0
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1:
+            raise ValueError(f"num_decode must be at least 1, got {self.num_decode}")
+        if not self.fused and self.num_prefill < 1:
+            raise ValueError(f"num_prefill must be at least 1 without fused, got {self.num_prefill}")
+        if self.num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {self.num_threads}")
+
+    def compute_specs(self) -> tuple[ChildSpec, ...]:
+        """The compute nodes, prefill before decode."""
+        if self.fused:
+            return tuple(self._compute_spec("fused", index) for index in range(self.num_decode))
+        prefill = tuple(self._compute_spec("prefill", index) for index in range(self.num_prefill))
+        return prefill + tuple(self._compute_spec("decode", index) for index in range(self.num_decode))
+
+    def router_spec(self, compute_nodes: Sequence[Announcement]) -> ChildSpec:
+        """The router, told where the compute nodes are."""
+        addresses = tuple(f"--{node.role}={node.address}" for node in compute_nodes)
+        arguments = (*addresses, *self.router_arguments, *self.common_arguments)
+        return self._spec("router", "router", arguments, num_threads=1)
+
+    def _compute_spec(self, role: str, index: int) -> ChildSpec:
+        arguments = (f"--num-threads={self.num_threads}", *self.compute_arguments, *self.common_arguments)
+        return self._spec(role, f"{role}-{index}", arguments, num_threads=self.num_threads)
+
+    def _spec(self, role: str, name: str, arguments: tuple[str, ...], *, num_threads: int) -> ChildSpec:
+        command = (*self.program, role, f"--node-id={name}", *arguments)
+        # Nodes share the machine: a thread that waits must sleep instead of spinning.
+        environment = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        return ChildSpec(name=name, arguments=command, environment=environment)
+
+
+class Mesh:
+    """The children of one plan. Whoever starts it stops it, also when starting failed: use `async with`."""
+
+    def __init__(self, plan: MeshPlan, sink: LogSink, *, on_ready: Callable[[Announcement], None]) -> None:
+        self._plan = plan
+        self._sink = sink
+        self._on_ready = on_ready
+        self._children: list[Child] = []
+        self._run_dir = tempfile.TemporaryDirectory(prefix="pdmesh-")
+
+    async def __aenter__(self) -> Mesh:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def start(self) -> Announcement:
+        """Starts everything and returns the router. Raises ChildError for the first child that fails."""
+        compute = [await self._spawn(spec) for spec in self._plan.compute_specs()]
+        announcements = await self._all_ready(compute)
+        router = await self._spawn(self._plan.router_spec(announcements))
+        return (await self._all_ready([router]))[0]
+
+    async def _spawn(self, spec: ChildSpec) -> Child:
+        child = await Child.start(spec, self._sink, Path(self._run_dir.name))
+        self._children.append(child)
+        return child
+
+    async def _all_ready(self, children: Sequence[Child]) -> list[Announcement]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ready(child)) for child in children]
+                watcher = group.create_task(self._raise_on_exit())
+                await asyncio.gather(*tasks)
+                watcher.cancel()
+        except* ChildError as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _ready(self, child: Child) -> Announcement:
+        announcement = await child.wait_ready(self._plan.ready_timeout_s)
+        self._on_ready(announcement)
+        return announcement
+
+    async def _raise_on_exit(self) -> None:
+        raise await self.wait_for_exit()
+
+    async def wait_for_exit(self) -> ChildError:
+        """Waits until any child ends, which none does by itself; says which one and how."""
+        waits = {asyncio.create_task(child.wait()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return await waits[done.pop()].failure()
+
+    async def run(self, work: Coroutine[object, object, T]) -> T:
+        """Runs `work` beside the children. When one of them ends, the work is cancelled and ChildError raised.
+
+        An error of the work itself is raised as ChildError too when a child's end turns out to be its cause.
+        """
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(self.wait_for_exit())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and working.exception() is not None:
+                await asyncio.wait((watching,), timeout=_BLAME_WINDOW_S)
+            if watching.done():
+                raise watching.result()
+            return working.result()
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stops all children in order; returns when none is left. May be called again."""
+        children, self._children = self._children, []
+        for prefix in ("router", "decode", "fused", "prefill"):
+            members = [child for child in children if child.name.startswith(prefix)]
+            await asyncio.gather(*(child.stop(self._plan.stop_grace_s) for child in members))
+        with contextlib.suppress(OSError):
+            self._run_dir.cleanup()

@@ -1,0 +1,93 @@
+"""`pdmesh status`: one look at a node through its Node service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
+from rich.table import Table
+
+from node_runtime.rpc.channel import connect
+from pdmesh_cli.client import MAX_MESSAGE_BYTES, client_errors
+from pdmesh_cli.client_types import PdmeshError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What a node answered, or why it did not."""
+
+    address: str
+    info: mesh_pb2.NodeInfo | None = None
+    status: mesh_pb2.NodeStatus | None = None
+    error: str = ""
+
+
+async def ask_node(address: str, *, timeout_s: float) -> NodeReport:
+    """Asks one node; a failure becomes part of the report."""
+    try:
+        with client_errors():
+            channel = connect(address, max_message_bytes=MAX_MESSAGE_BYTES)
+            try:
+                stub = channel.stub(mesh_pb2_grpc.NodeStub)
+                info = await channel.unary(stub.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=timeout_s)
+                status = await channel.unary(stub.GetNodeStatus, mesh_pb2.GetNodeStatusRequest(), timeout_s=timeout_s)
+            finally:
+                await channel.close()
+    except PdmeshError as error:
+        return NodeReport(address=address, error=str(error))
+    return NodeReport(address=address, info=info, status=status)
+
+
+async def ask_mesh(addresses: Sequence[str], *, timeout_s: float) -> tuple[NodeReport, ...]:
+    """Asks the named nodes, then the nodes of every router among them, each address once."""
+    reports: dict[str, NodeReport] = {}
+    wanted = list(dict.fromkeys(addresses))
+    while wanted:
+        for report in await asyncio.gather(*(ask_node(address, timeout_s=timeout_s) for address in wanted)):
+            reports[report.address] = report
+        known = [address for report in reports.values() for address in _nodes_of_router(report)]
+        wanted = [address for address in dict.fromkeys(known) if address not in reports]
+    return tuple(reports.values())
+
+
+def _nodes_of_router(report: NodeReport) -> tuple[str, ...]:
+    """Only a router lists peers by the address of their services; others may list data-plane endpoints."""
+    if report.info is None or report.status is None or report.info.role != mesh_pb2.NODE_ROLE_ROUTER:
+        return ()
+    return tuple(peer.address for peer in report.status.peers)
+
+
+def status_table(reports: Sequence[NodeReport]) -> Table:
+    """One line per node. Block counts are LCM blocks of the cache arena."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in ("node", "role", "address", "state", "model"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("waiting", "running", "steps", "in use", "cached", "blocks"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        table.add_row(*_cells(report))
+    return table
+
+
+def _cells(report: NodeReport) -> tuple[str, ...]:
+    info, status = report.info, report.status
+    if info is None or status is None:
+        return ("-", "-", report.address, "[red]no answer[/red]")
+    arena = status.arena
+    blocks: tuple[str, ...] = ("-", "-", "-")
+    if arena.total_lcm_blocks:
+        used = arena.active_lcm_blocks + arena.quarantined_lcm_blocks
+        blocks = (f"{used:,}", f"{arena.cached_lcm_blocks:,}", f"{arena.total_lcm_blocks:,}")
+    return (
+        info.node_id,
+        mesh_pb2.NodeRole.Name(info.role).removeprefix("NODE_ROLE_").lower(),
+        report.address,
+        "[green]serving[/green]" if status.serving else "[yellow]not serving[/yellow]",
+        info.model or "-",
+        f"{status.num_waiting_requests:,}",
+        f"{status.num_running_requests:,}",
+        f"{status.num_steps:,}",
+        *blocks,
+    )

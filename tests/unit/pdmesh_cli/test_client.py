@@ -1,0 +1,246 @@
+"""The Python clients against an in-process router that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from pdmesh.v1 import inference_pb2, inference_pb2_grpc
+
+from node_runtime.config import NodeConfig
+from node_runtime.errors import InvalidRequest, QueueFull
+from node_runtime.rpc.context import RpcContext
+from node_runtime.rpc.server import RpcServer
+from pdmesh_cli.client import AsyncPdmeshClient, PdmeshClient
+from pdmesh_cli.client_types import (
+    CachedTokens,
+    ChatMessage,
+    Delta,
+    Finish,
+    FinishReason,
+    GenerateOptions,
+    ModelCard,
+    PdmeshError,
+    Placement,
+    Token,
+    TokenLogprob,
+    request_message,
+)
+
+_PLACEMENT = inference_pb2.GenerateResponse(
+    placement=inference_pb2.Placement(request_id="r1", decode_node="decode-0", prefill_node="prefill-0", trace_id="ab")
+)
+_FINISH = inference_pb2.GenerateResponse(
+    finish=inference_pb2.Finish(
+        reason=inference_pb2.FINISH_REASON_STOP,
+        matched_stop="END",
+        usage=inference_pb2.Usage(
+            prompt_tokens=9, completion_tokens=2, cached=inference_pb2.CachedTokens(prefill_device=3, decode_device=4)
+        ),
+        timings=inference_pb2.Timings(transferred_bytes=4096, transferred_runs=2, decode_ms=7.5),
+    )
+)
+
+
+def _delta(text: str, token_id: int) -> inference_pb2.GenerateResponse:
+    top = inference_pb2.TokenLogprob(token_id=5, logprob=-2.0)
+    token = inference_pb2.SampledToken(token_id=token_id, logprob=-0.5, top_logprobs=[top])
+    return inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, tokens=[token]))
+
+
+class ScriptedRouter:
+    """Answers by the text of the prompt."""
+
+    def __init__(self) -> None:
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.cancelled = asyncio.Event()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: RpcContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        if request.text == "refuse":
+            raise InvalidRequest("temperature: must be >= 0, got -1")
+        yield _PLACEMENT
+        yield _delta("Hello", 11)
+        if request.text == "break":
+            raise QueueFull("the queue is full")
+        if request.text == "no finish":
+            return
+        if request.text == "hang":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        yield _delta(" world", 12)
+        yield _FINISH
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: RpcContext
+    ) -> inference_pb2.ListModelsResponse:
+        card = inference_pb2.ModelCard(name="smollm2", context_tokens=8192, vocab_size=49152)
+        return inference_pb2.ListModelsResponse(models=[card])
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[tuple[ScriptedRouter, str]]:
+    servicer = ScriptedRouter()
+    server = RpcServer(NodeConfig(node_id="router"))
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
+    port = await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(grace_s=0)
+
+
+async def test_an_answer_streams_as_typed_events_in_order(router: tuple[ScriptedRouter, str]) -> None:
+    _, address = router
+    async with AsyncPdmeshClient(address) as client:
+        events = [event async for event in client.generate("hi")]
+    token = Token(token_id=11, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-2.0),))
+    assert events[0] == Placement(request_id="r1", decode_node="decode-0", prefill_node="prefill-0", trace_id="ab")
+    assert events[1] == Delta(text="Hello", tokens=(token,))
+    finish = events[3]
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.matched_stop, finish.matched_token_id) == (FinishReason.STOP, "END", None)
+    assert (finish.usage.prompt_tokens, finish.usage.cached) == (9, CachedTokens(prefill_device=3, decode_device=4))
+    assert (finish.timings.transferred_bytes, finish.timings.decode_ms) == (4096, 7.5)
+    assert len(events) == 4
+
+
+async def test_complete_puts_the_answer_together(router: tuple[ScriptedRouter, str]) -> None:
+    _, address = router
+    async with AsyncPdmeshClient(address) as client:
+        completion = await client.complete("hi")
+    assert completion.text == "Hello world"
+    assert [token.token_id for token in completion.tokens] == [11, 12]
+    assert completion.placement.decode_node == "decode-0"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("refuse", "INVALID_ARGUMENT", "temperature: must be >= 0, got -1"),
+        ("break", "RESOURCE_EXHAUSTED", "the queue is full"),
+        ("no finish", "INTERNAL", "the stream ended without a Finish"),
+    ],
+)
+async def test_a_failure_is_one_error_with_status_and_message(
+    router: tuple[ScriptedRouter, str], text: str, code: str, message: str
+) -> None:
+    _, address = router
+    async with AsyncPdmeshClient(address) as client:
+        with pytest.raises(PdmeshError) as failure:
+            await client.complete(text)
+    assert (failure.value.code, failure.value.message) == (code, message)
+    assert str(failure.value) == f"{code}: {message}"
+
+
+async def test_the_deadline_ends_an_answer_that_takes_too_long(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+    async with AsyncPdmeshClient(address) as client:
+        with pytest.raises(PdmeshError) as failure:
+            await client.complete("hang", timeout_s=0.2)
+    assert failure.value.code == "DEADLINE_EXCEEDED"
+    await asyncio.wait_for(servicer.cancelled.wait(), 10)
+
+
+async def test_leaving_a_stream_early_cancels_the_work(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+    async with AsyncPdmeshClient(address) as client, aclosing(client.generate("hang")) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+    await asyncio.wait_for(servicer.cancelled.wait(), 10)
+
+
+async def test_a_router_that_is_not_there_is_unavailable_and_named() -> None:
+    async with AsyncPdmeshClient("127.0.0.1:1") as client:
+        with pytest.raises(PdmeshError, match=r"127\.0\.0\.1:1") as failure:
+            await client.list_models(timeout_s=5)
+    assert failure.value.code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("client_class", [AsyncPdmeshClient, PdmeshClient])
+async def test_a_malformed_address_is_refused(client_class: type[AsyncPdmeshClient] | type[PdmeshClient]) -> None:
+    with pytest.raises(PdmeshError, match="nowhere") as failure:
+        client_class("nowhere")
+    assert failure.value.code == "INVALID_ARGUMENT"
+
+
+async def test_models_are_listed_with_their_limits(router: tuple[ScriptedRouter, str]) -> None:
+    _, address = router
+    async with AsyncPdmeshClient(address) as client:
+        assert await client.list_models() == (ModelCard(name="smollm2", context_tokens=8192, vocab_size=49152),)
+
+
+async def test_the_plain_client_streams_completes_lists_and_fails_alike(router: tuple[ScriptedRouter, str]) -> None:
+    _, address = router
+
+    def use() -> None:
+        with PdmeshClient(address) as client:
+            texts = [event.text for event in client.generate("hi") if isinstance(event, Delta)]
+            assert texts == ["Hello", " world"]
+            assert client.complete("hi").text == "Hello world"
+            assert client.list_models()[0].name == "smollm2"
+            with pytest.raises(PdmeshError, match="INVALID_ARGUMENT"):
+                list(client.generate("refuse"))
+
+    await asyncio.to_thread(use)
+
+
+async def test_closing_a_plain_stream_cancels_the_work_and_ends_it(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+
+    def use() -> None:
+        with PdmeshClient(address) as client:
+            with client.generate("hang") as events:
+                assert isinstance(next(events), Placement)
+            assert list(events) == []
+
+    await asyncio.to_thread(use)
+    await asyncio.wait_for(servicer.cancelled.wait(), 10)
+
+
+async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+    options = GenerateOptions(
+        model="m",
+        request_id="r",
+        max_tokens=3,
+        temperature=0.0,
+        top_k=4,
+        top_p=0.5,
+        seed=0,
+        stop=("a", "b"),
+        stop_token_ids=(7,),
+        ignore_eos=True,
+        num_logprobs=0,
+        cache_salt=b"s",
+    )
+    async with AsyncPdmeshClient(address) as client:
+        await client.complete([ChatMessage(role="user", content="hi")], options)
+        await client.complete([1, 2, 3])
+    chat, tokens = servicer.requests
+    assert (chat.model, chat.request_id, chat.max_tokens, list(chat.stop), list(chat.stop_token_ids)) == (
+        "m", "r", 3, ["a", "b"], [7],
+    )  # fmt: skip
+    assert (chat.ignore_eos, chat.num_logprobs, chat.HasField("num_logprobs"), chat.cache_salt) == (True, 0, True, b"s")
+    assert chat.sampling.HasField("temperature")
+    assert chat.sampling.HasField("seed")
+    assert (chat.sampling.top_k, chat.sampling.top_p) == (4, 0.5)
+    assert chat.chat.messages[0].content == "hi"
+    assert list(tokens.tokens.token_ids) == [1, 2, 3]
+    assert not tokens.sampling.HasField("temperature")
+    assert not tokens.HasField("max_tokens")
+
+
+def test_a_prompt_that_mixes_messages_and_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match="either chat messages or token ids"):
+        request_message([ChatMessage(role="user", content="x"), 3], GenerateOptions())  # type: ignore[arg-type]
+
+
+def test_an_empty_prompt_is_left_to_the_router_to_refuse() -> None:
+    assert request_message("", GenerateOptions()).WhichOneof("prompt") == "text"
+    assert request_message([], GenerateOptions()).WhichOneof("prompt") == "tokens"

@@ -1,0 +1,176 @@
+"""The command line as a user meets it: one line and a status for every mistake, answers on standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from pdmesh.v1 import inference_pb2, inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
+from typer.testing import CliRunner, Result
+
+from node_runtime.config import NodeConfig
+from node_runtime.errors import InvalidRequest
+from node_runtime.rpc import NodeService, RpcContext, RpcServer
+from pdmesh_cli.main import app
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"PDMESH_ROUTER": "", "COLUMNS": "100"})
+
+
+class EchoRouter:
+    """Answers with the prompt in two pieces and tells what it was asked."""
+
+    def __init__(self) -> None:
+        self.request = inference_pb2.GenerateRequest()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: RpcContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.request = request
+        if request.sampling.temperature < 0:
+            raise InvalidRequest("temperature: must be >= 0, got -1")
+        text = request.text or request.chat.messages[-1].content
+        placement = inference_pb2.Placement(request_id="r", decode_node="decode-0", prefill_node="prefill-0")
+        yield inference_pb2.GenerateResponse(placement=placement)
+        for piece in (text[:2], text[2:]):
+            token = inference_pb2.SampledToken(token_id=5, logprob=-0.25)
+            yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=piece, tokens=[token]))
+        usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2)
+        yield inference_pb2.GenerateResponse(
+            finish=inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH, usage=usage)
+        )
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: RpcContext
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse()
+
+
+class Reporter:
+    """A router with one peer that does not answer."""
+
+    def info(self) -> mesh_pb2.NodeInfo:
+        return mesh_pb2.NodeInfo(node_id="router-7", role=mesh_pb2.NODE_ROLE_ROUTER)
+
+    async def status(self) -> mesh_pb2.NodeStatus:
+        arena = mesh_pb2.ArenaStatus(total_lcm_blocks=9, active_lcm_blocks=2, quarantined_lcm_blocks=1)
+        peer = mesh_pb2.PeerStatus(node_id="decode-0", address="127.0.0.1:1")
+        return mesh_pb2.NodeStatus(serving=True, num_steps=1234, arena=arena, peers=[peer])
+
+    async def clear_cache(self) -> bool:
+        return True
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[tuple[EchoRouter, str]]:
+    servicer = EchoRouter()
+    server = RpcServer(NodeConfig(node_id="router-7"))
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
+    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(Reporter()))
+    port = await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(grace_s=0)
+
+
+async def test_generate_prints_the_answer_on_stdout_and_its_cost_on_stderr(router: tuple[EchoRouter, str]) -> None:
+    servicer, address = router
+    arguments = ("generate", "Hello there", "--router", address, "--max-tokens", "3", "--seed", "4", "--stop", "x")
+    result = await asyncio.to_thread(_run, *arguments, "--temperature", "0.5", "--top-k", "2", "--top-p", "0.9")
+    assert (result.exit_code, result.stdout) == (0, "Hello there\n")
+    assert "prefill on prefill-0, decode on decode-0" in result.stderr
+    assert "3 prompt, 2 completion (ended at the length limit)" in result.stderr
+    sampling = servicer.request.sampling
+    assert (servicer.request.max_tokens, list(servicer.request.stop), sampling.seed) == (3, ["x"], 4)
+    assert (sampling.temperature, sampling.top_k, round(sampling.top_p, 3)) == (0.5, 2, 0.9)
+
+
+async def test_generate_sends_a_chat_with_its_system_message(router: tuple[EchoRouter, str]) -> None:
+    servicer, address = router
+    result = await asyncio.to_thread(_run, "generate", "Hi", "--system", "Be kind.", "--router", address)
+    assert result.stdout == "Hi\n"
+    assert [(turn.role, turn.content) for turn in servicer.request.chat.messages] == [
+        ("system", "Be kind."),
+        ("user", "Hi"),
+    ]
+
+
+async def test_generate_prints_one_json_object_when_asked(router: tuple[EchoRouter, str]) -> None:
+    _, address = router
+    result = await asyncio.to_thread(_run, "generate", "Hello", "--json", "--logprobs", "0", "--router", address)
+    answer = json.loads(result.stdout)
+    assert (answer["text"], answer["finish"]["reason"], answer["tokens"][0]["logprob"]) == ("Hello", "length", -0.25)
+
+
+async def test_generate_ends_in_one_line_when_the_router_refuses(router: tuple[EchoRouter, str]) -> None:
+    _, address = router
+    result = await asyncio.to_thread(_run, "generate", "x", "--temperature", "-1", "--router", address)
+    assert result.exit_code == 1
+    assert result.stderr == "pdmesh: INVALID_ARGUMENT: temperature: must be >= 0, got -1\n"
+
+
+async def test_status_shows_the_node_and_that_its_peer_does_not_answer(router: tuple[EchoRouter, str]) -> None:
+    _, address = router
+    result = await asyncio.to_thread(_run, "status", "--router", address)
+    _, first, second, error, *_ = result.stdout.splitlines()
+    assert first.split() == ["router-7", "router", address, "serving", "-", "0", "0", "1,234", "3", "0", "9"]
+    assert second.split() == ["-", "-", "127.0.0.1:1", "no", "answer"]
+    assert error.startswith("UNAVAILABLE: node at 127.0.0.1:1")
+    assert result.exit_code == 1
+
+
+def test_generate_names_a_router_that_is_not_there() -> None:
+    result = _run("generate", "x", "--router", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("pdmesh: UNAVAILABLE: node at 127.0.0.1:1")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("router", "--model", "m"), "give at least one prefill and one decode node, or one fused node"),
+        (("prefill", "--model", "m", "--port", "70000"), "port"),
+        (("decode", "--model", "m", "--memory", "lots"), "expected a size such as 512MiB or 1GiB, got 'lots'"),
+        (("fused",), "model: required"),
+        (("fused", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("up", "--log-level", "loud"), "log_level"),
+        (("up", "--memory", "lots"), "expected a size such as 512MiB or 1GiB, got 'lots'"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_status_two(arguments: tuple[str, ...], complaint: str) -> None:
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert result.stderr.startswith("pdmesh: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unknown_key_of_a_file_is_named_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("model: m\nmemroy: 1GiB\n")
+    result = _run("fused", "--config", str(file))
+    assert result.exit_code == 2
+    assert result.stderr == f'pdmesh: config file {file}: key "memroy" is unknown, did you mean "memory"?\n'
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_model_that_does_not_exist_is_refused_before_anything_starts(command: str) -> None:
+    result = _run(command, "--model", "smollm3")
+    assert result.exit_code == 1
+    assert 'model "smollm3" is neither an existing path nor an alias; aliases: smollm2' in result.stderr
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert _run("version").stdout == f"pdmesh {importlib.metadata.version('pdmesh')}\n"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    script = "import sys, pdmesh_cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

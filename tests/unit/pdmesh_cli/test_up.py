@@ -1,0 +1,119 @@
+"""What `pdmesh up` makes of its options, and where the log lines of its nodes go."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from node_runtime.errors import BadConfig
+from pdmesh_cli.logs import ConsoleLogs, FileLogs
+from pdmesh_cli.up import UpOptions, cancelled_by_signals, mesh_plan, provide_model
+
+_PATH = Path("/models/tiny.gguf")
+
+
+def _console() -> Console:
+    return Console(file=io.StringIO(), width=40, color_system=None)
+
+
+def _printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_options_reach_the_nodes_they_are_meant_for() -> None:
+    options = UpOptions(
+        model="smollm2",
+        num_prefill=2,
+        num_threads=3,
+        port=7,
+        log_level="debug",
+        compute_values={"memory": "8MiB", "enable_prefix_cache": False, "dtype": None},
+    )
+    plan = mesh_plan(options, _PATH, "http://127.0.0.1:4317")
+    assert plan.common_arguments == (
+        f"--model={_PATH}",
+        "--served-model-name=smollm2",
+        "--log-level=debug",
+        "--otlp-endpoint=http://127.0.0.1:4317",
+    )
+    assert plan.compute_arguments == ("--memory=8MiB", "--no-enable-prefix-cache")
+    assert plan.router_arguments == ("--host=127.0.0.1", "--port=7")
+    assert (plan.num_prefill, plan.num_decode, plan.num_threads) == (2, 1, 3)
+
+
+def test_a_path_leaves_the_served_name_to_the_nodes() -> None:
+    plan = mesh_plan(UpOptions(model=str(_PATH)), _PATH, "c:1")
+    assert not any(argument.startswith("--served-model-name") for argument in plan.common_arguments)
+
+
+def test_the_served_name_can_be_chosen() -> None:
+    plan = mesh_plan(UpOptions(model="smollm2", served_model_name="mine"), _PATH, "c:1")
+    assert "--served-model-name=mine" in plan.common_arguments
+
+
+@pytest.mark.parametrize(("fused", "num_nodes"), [(False, 3), (True, 1)])
+def test_the_cores_are_shared_between_the_compute_nodes(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, num_nodes: int
+) -> None:
+    monkeypatch.setattr("pdmesh_cli.up.num_usable_cores", lambda: 12)
+    plan = mesh_plan(UpOptions(model="m", fused=fused, num_prefill=2), _PATH, "c:1")
+    assert plan.num_threads == 12 // num_nodes
+
+
+def test_a_mesh_without_decode_nodes_is_refused() -> None:
+    with pytest.raises(BadConfig, match="num_decode must be at least 1, got 0"):
+        mesh_plan(UpOptions(model="m", num_decode=0), _PATH, "c:1")
+
+
+def test_a_model_that_is_there_is_provided_without_a_word(tmp_path: Path) -> None:
+    console = _console()
+    assert provide_model(str(tmp_path), console) == tmp_path
+    assert _printed(console) == ""
+
+
+def test_a_download_is_followed_by_lines_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(reference: str, progress: object) -> Path:
+        assert callable(progress)
+        for received in (1, 60, 70, 100):
+            progress(received * 10**6, 100 * 10**6)
+        return tmp_path
+
+    monkeypatch.setattr("pdmesh_cli.up.resolve_model", resolve)
+    console = _console()
+    provide_model("tiny", console)
+    assert _printed(console) == "downloading tiny: 50 % of 100 MB\ndownloading tiny: 100 % of 100 MB\n"
+
+
+async def test_a_signal_cancels_the_work_once() -> None:
+    async def work() -> None:
+        with cancelled_by_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(work())
+
+
+def test_console_lines_carry_the_name_and_are_not_wrapped_or_interpreted() -> None:
+    console = _console()
+    ConsoleLogs(console).write_line("decode-0", "[red]loaded[/red] " + "x" * 60)
+    assert _printed(console) == "decode-0  | [red]loaded[/red] " + "x" * 60 + "\n"
+
+
+def test_file_logs_keep_one_file_per_node_and_start_anew(tmp_path: Path) -> None:
+    for run in ("first", "second"):
+        with FileLogs(tmp_path / "logs") as logs:
+            logs.write_line("router", f"{run} one")
+            logs.write_line("router", f"{run} two")
+            logs.write_line("decode-0", run)
+    assert (tmp_path / "logs" / "router.log").read_text() == "second one\nsecond two\n"
+    assert (tmp_path / "logs" / "decode-0.log").read_text() == "second\n"
