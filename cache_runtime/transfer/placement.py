@@ -78,7 +78,7 @@ class _Comparison:
             left, right = ours.get(group_id), theirs.get(group_id)
             where = f'group "{group_id}"'
             if left is None or right is None:
-                yield self._presence(where, left is not None)
+                yield self._presence(where + ": ", left is not None)
             else:
                 yield from self._group(where + ": ", left, right)
 
@@ -95,18 +95,21 @@ class _Comparison:
     def _fields(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
         ours = {item.field_id: item for item in local.fields}
         theirs = {item.field_id: item for item in peer.fields}
+        # Fields that differ in the same way share one line: a model has hundreds, and a status message is short.
+        alike: dict[tuple[str, str], list[str]] = {}
         for field_id in sorted(ours.keys() | theirs.keys()):
-            left, right = ours.get(field_id), theirs.get(field_id)
-            if left is not None and right is not None:
-                yield from self._field(f'group "{left.group_id}" field "{field_id}": ', left, right)
-            elif left is not None:
-                yield self._presence(f'group "{left.group_id}" field "{field_id}"', True)
-            elif right is not None:
-                yield self._presence(f'group "{right.group_id}" field "{field_id}"', False)
+            declared = [side[field_id] for side in (ours, theirs) if field_id in side]
+            for difference in self._field(ours.get(field_id), theirs.get(field_id)):
+                alike.setdefault((declared[0].group_id, difference), []).append(field_id)
+        for (group_id, difference), field_ids in alike.items():
+            names = ", ".join(f'"{field_id}"' for field_id in field_ids)
+            yield f'group "{group_id}" field{"s" if len(field_ids) > 1 else ""} {names}: {difference}'
 
-    def _field(self, where: str, left: FieldSchema, right: FieldSchema) -> Iterator[str]:
+    def _field(self, left: FieldSchema | None, right: FieldSchema | None) -> Iterator[str]:
+        if left is None or right is None:
+            return iter([self._presence("", left is not None)])
         return self._values(
-            where,
+            "",
             ("group_id", left.group_id, right.group_id),
             ("dtype", left.dtype, right.dtype),
             ("block_shape", _shape(left.block_shape), _shape(right.block_shape)),
@@ -128,7 +131,7 @@ class _Comparison:
 
     def _presence(self, where: str, local_has_it: bool) -> str:
         left, right = ("present", "missing") if local_has_it else ("missing", "present")
-        return f"{where}: {self._local_name}={left}, {self._peer_name}={right}"
+        return f"{where}{self._local_name}={left}, {self._peer_name}={right}"
 
 
 def _shape(extents: tuple[int, ...]) -> str:

@@ -141,7 +141,7 @@ RULES = (
     Rule(
         name="no dumping grounds",
         scope=PRODUCT,
-        pattern=r"^\s*(from|import) [\w.]*\b(utils|helpers|common)\b",
+        pattern=r"^\s*(from|import) (?!opentelemetry\.)[\w.]*\b(utils|helpers|common)\b",
         instead="a module named for what it is",
         violation="from node_runtime.utils import retry",
         allowed="from node_runtime.clock import Clock",

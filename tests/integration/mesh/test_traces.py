@@ -1,0 +1,115 @@
+"""One request is one trace over three processes, with queueing, compute, transfer and decode told apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+from support import prompts
+from support.mesh import Mesh, start_disaggregated
+from support.processes import stopping, wait_until
+
+
+class Sink(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span it receives, with the name of the service that sent it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, trace_pb2.Span]] = []
+
+    def Export(self, request, context):
+        with self._lock:
+            for resource in request.resource_spans:
+                names = {item.key: item.value.string_value for item in resource.resource.attributes}
+                for scope in resource.scope_spans:
+                    self._spans += [(names["service.name"], span) for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def trace(self, trace_id: str) -> dict[str, tuple[str, trace_pb2.Span]]:
+        with self._lock:
+            return {span.name: (service, span) for service, span in self._spans if span.trace_id.hex() == trace_id}
+
+
+@pytest.fixture(scope="module")
+def traced(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Sink]]:
+    sink, server = Sink(), grpc.server(futures.ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(sink, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    folder = tmp_path_factory.mktemp("traced")
+    mesh = start_disaggregated(model_path, folder, extra=("--otlp-endpoint", f"127.0.0.1:{port}"))
+    with stopping(mesh.router, *mesh.nodes.values()):
+        yield mesh, sink
+    server.stop(None)
+
+
+# child: (parent, the service it runs in)
+TREE = {
+    "pdmesh.tokenize": ("text_completion", "router"),
+    "pdmesh.place": ("text_completion", "router"),
+    "pdmesh.decode.request": ("text_completion", "decode"),
+    "pdmesh.handoff": ("pdmesh.decode.request", "decode"),
+    "pdmesh.decode.queue": ("pdmesh.decode.request", "decode"),
+    "pdmesh.decode.generate": ("pdmesh.decode.request", "decode"),
+    "pdmesh.prefill.request": ("pdmesh.handoff", "prefill"),
+    "pdmesh.prefill.queue": ("pdmesh.prefill.request", "prefill"),
+    "pdmesh.prefill.compute": ("pdmesh.prefill.request", "prefill"),
+    "pdmesh.transfer": ("pdmesh.prefill.request", "prefill"),
+}
+
+
+def test_one_request_is_one_tree_over_three_processes(traced: tuple[Mesh, Sink]) -> None:
+    mesh, sink = traced
+    answer = mesh.client.generate(text=prompts.TEXTS["several chunks"], max_tokens=8, ignore_eos=True)
+    assert answer.placement is not None
+    trace_id = answer.placement.trace_id
+    assert len(trace_id) == 32
+    wait_until(lambda: len(sink.trace(trace_id)) >= len(TREE) + 1, 15.0, "all spans arrived")
+    spans = sink.trace(trace_id)
+    root = next(name for name in spans if name.startswith("text_completion "))
+    assert not spans[root][1].parent_span_id
+    for child, (parent, service) in TREE.items():
+        parent_name = root if parent == "text_completion" else parent
+        assert child in spans, sorted(spans)
+        assert spans[child][1].parent_span_id == spans[parent_name][1].span_id, child
+        assert service in spans[child][0], spans[child][0]
+
+
+def test_the_phases_follow_one_another_and_lie_inside_the_request(traced: tuple[Mesh, Sink]) -> None:
+    mesh, sink = traced
+    answer = mesh.client.generate(text=prompts.TEXTS["several chunks"] + "x", max_tokens=8, ignore_eos=True)
+    trace_id = answer.placement.trace_id
+    wait_until(lambda: len(sink.trace(trace_id)) >= len(TREE) + 1, 15.0, "all spans arrived")
+    spans = {name: span for name, (_, span) in sink.trace(trace_id).items()}
+    root = next(span for name, span in spans.items() if name.startswith("text_completion "))
+    for name, span in spans.items():
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano, name
+        assert span.end_time_unix_nano <= root.end_time_unix_nano, name
+    queue, compute = spans["pdmesh.prefill.queue"], spans["pdmesh.prefill.compute"]
+    transfer, generate = spans["pdmesh.transfer"], spans["pdmesh.decode.generate"]
+    assert queue.end_time_unix_nano <= compute.start_time_unix_nano
+    # Layer-wise push: the first write leaves before the last layer is computed.
+    assert transfer.start_time_unix_nano < compute.end_time_unix_nano
+    assert transfer.end_time_unix_nano <= generate.start_time_unix_nano
+    attributes = {item.key: item.value for item in transfer.attributes}
+    assert attributes["pdmesh.transfer.bytes"].int_value == answer.finish.timings.transferred_bytes
+    usage = {item.key: item.value.int_value for item in root.attributes}
+    assert usage["gen_ai.usage.input_tokens"] == answer.finish.usage.prompt_tokens
+    assert usage["gen_ai.usage.output_tokens"] == 8
+
+
+def test_a_failed_request_is_a_trace_with_an_error(traced: tuple[Mesh, Sink]) -> None:
+    mesh, sink = traced
+    stream = mesh.client.start(2.0, text="Once upon a time", max_tokens=4000, ignore_eos=True)
+    trace_id = next(stream).placement.trace_id
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    wait_until(lambda: any(name.startswith("text_completion") for name in sink.trace(trace_id)), 15.0, "root arrived")
+    root = next(span for name, (_, span) in sink.trace(trace_id).items() if name.startswith("text_completion"))
+    assert root.status.code == trace_pb2.Status.STATUS_CODE_ERROR

@@ -1,0 +1,122 @@
+"""Real node processes for tests: started as a user would start them, dialled over gRPC, killed by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
+
+START_TIMEOUT_S = 90.0
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class NodeProcess:
+    """One `pdmesh <role>` process."""
+
+    def __init__(self, role: str, arguments: Sequence[str], folder: Path, *, name: str | None = None) -> None:
+        self.name = name or role
+        self.log_path = folder / f"{self.name}.log"
+        ready_path = folder / f"{self.name}.ready"
+        ready_path.unlink(missing_ok=True)
+        environment = {**os.environ, "PDMESH_READY_FILE": str(ready_path), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.log = self.log_path.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pdmesh_cli.main", role, *arguments],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=die_with_parent,
+        )
+        self.address = self._wait_for_address(ready_path)
+        self.channel = grpc.insecure_channel(self.address)
+        self.node = mesh_pb2_grpc.NodeStub(self.channel)
+
+    def _wait_for_address(self, ready_path: Path) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if ready_path.exists():
+                address: str = json.loads(ready_path.read_text())["address"]
+                return address
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} exited with {self.process.returncode}:\n{self.log_text()}")
+            time.sleep(0.02)
+        self.process.kill()
+        raise RuntimeError(f"{self.name} was not ready within {START_TIMEOUT_S} s:\n{self.log_text()}")
+
+    def log_text(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def status(self) -> mesh_pb2.NodeStatus:
+        return self.node.GetNodeStatus(mesh_pb2.GetNodeStatusRequest(), timeout=10)
+
+    def info(self) -> mesh_pb2.NodeInfo:
+        return self.node.GetNodeInfo(mesh_pb2.GetNodeInfoRequest(), timeout=10)
+
+    def clear_cache(self) -> None:
+        self.node.ClearCache(mesh_pb2.ClearCacheRequest(), timeout=10)
+
+    def health(self) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+
+    def wait_serving(self, timeout_s: float = 60.0) -> None:
+        wait_until(
+            lambda: self.health() == health_pb2.HealthCheckResponse.SERVING, timeout_s, f"{self.name} is serving"
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise RuntimeError(f"{self.name} ignored SIGTERM for {timeout_s} s:\n{self.log_text()}") from None
+        finally:
+            self.channel.close()
+            self.log.close()
+
+
+def wait_until(condition, timeout_s: float, what: str) -> None:
+    """Polls another process's state: the one place where tests wait for the clock."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(grpc.RpcError):
+            if condition():
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+@contextlib.contextmanager
+def stopping(*nodes: NodeProcess) -> Iterator[None]:
+    """Stops the nodes in the given order, whatever happens."""
+    try:
+        yield
+    finally:
+        for node in nodes:
+            if node.process.poll() is None:
+                node.process.kill()
+                node.process.wait(timeout=10)
+            node.channel.close()
+            node.log.close()
