@@ -82,9 +82,7 @@ class _TraceService:
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
-    async def Export(
-        self, request: ExportTraceServiceRequest, context: object
-    ) -> ExportTraceServiceResponse:
+    async def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
         await self._store.add(spans_of(request))
         return ExportTraceServiceResponse()
 

@@ -28,6 +28,8 @@ from pdmesh_cli.waterfall import Waterfall
 _REQUEST_TIMEOUT_S = 180.0
 _TRACE_WAIT_S = 3.0
 _EXPECTED_SPANS = ("pdmesh.decode.request", "pdmesh.decode.generate", "pdmesh.prefill.request", "pdmesh.transfer")
+
+
 def default_log_dir() -> Path:
     """Where the logs of the nodes of a demo are left."""
     return platformdirs.user_log_path("pdmesh") / "demo"
@@ -82,9 +84,7 @@ async def _answer(client: AsyncPdmeshClient, request: DemoRequest, running: Runn
     def show(delta: Delta) -> None:
         output.feed(delta.text)
 
-    answer = await stream_answer(
-        client, request.prompt, request.options, timeout_s=_REQUEST_TIMEOUT_S, on_delta=show
-    )
+    answer = await stream_answer(client, request.prompt, request.options, timeout_s=_REQUEST_TIMEOUT_S, on_delta=show)
     output.finish()
     console.print()
     console.print(request_report(answer.placement, answer.finish))

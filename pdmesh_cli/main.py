@@ -157,9 +157,7 @@ _NumThreads = Annotated[
 ]
 _LogLevel = Annotated[
     str,
-    typer.Option(
-        metavar="<name>", help="Least severe log records to print. One of debug, info, warning, error."
-    ),
+    typer.Option(metavar="<name>", help="Least severe log records to print. One of debug, info, warning, error."),
 ]
 
 

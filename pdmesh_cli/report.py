@@ -99,9 +99,7 @@ def describe_handoff(timings: Timings) -> str:
 def request_report(placement: Placement, finish: Finish) -> Text:
     """A few labelled lines about one finished request."""
     usage = finish.usage
-    tokens = (
-        f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} completion ({describe_finish(finish)})"
-    )
+    tokens = f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} completion ({describe_finish(finish)})"
     rows = [
         ("ran", describe_place(placement)),
         ("tokens", tokens),

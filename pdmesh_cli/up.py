@@ -107,6 +107,8 @@ class RunningMesh:
 
     mesh: Mesh
     router: Announcement
+    nodes: tuple[Announcement, ...]
+    """All nodes, the router among them."""
     traces: TraceStore
 
 
@@ -127,14 +129,17 @@ async def running_mesh(
             stack.push_async_callback(collector.stop)
         plan = mesh_plan(options, model_path, endpoint)
 
+        nodes: list[Announcement] = []
+
         def say_ready(node: Announcement) -> None:
+            nodes.append(node)
             console.print(f"[{style_of(node.role)}]{node.node_id:<10}[/] is ready at {node.address}", highlight=False)
 
         mesh = await stack.enter_async_context(Mesh(plan, sink, on_ready=say_ready))
         names = ", ".join(spec.name for spec in plan.compute_specs())
         with _busy(console, f"starting {names} with {counted(plan.num_threads, 'thread')} each, then the router"):
             router = await mesh.start()
-        yield RunningMesh(mesh=mesh, router=router, traces=traces)
+        yield RunningMesh(mesh=mesh, router=router, nodes=tuple(nodes), traces=traces)
 
 
 def _busy(console: Console, message: str) -> AbstractContextManager[object]:

@@ -1,0 +1,265 @@
+"""CPU cost of the native scheduler: a table on stderr, one JSON line per row on stdout.
+
+Times are CPU times of this process; ratios compare two measurements of one run. Nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import scheduler_core as sc
+
+GRAIN_TOKENS = 64
+LONG_PROMPT_TOKENS = 32_768
+LONG_PROMPT_BLOCKS = LONG_PROMPT_TOKENS // GRAIN_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    bench: str
+    case: str
+    value: float
+    unit: str
+    goal: float
+    better: Literal["lower", "higher"]
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.goal if self.better == "lower" else self.value >= self.goal
+
+
+def cpu_us(action: Callable[[], object]) -> float:
+    begin = time.process_time_ns()
+    action()
+    return (time.process_time_ns() - begin) / 1000
+
+
+def build(num_lcm_blocks: int, max_batch_size: int = 1024) -> sc.Scheduler:
+    group = sc.CacheGroupConfig(
+        group_id="full",
+        family=sc.Family.HISTORY,
+        retention=sc.Retention.FULL_HISTORY,
+        block_granularity=GRAIN_TOKENS,
+    )
+    config = sc.SchedulerConfig(
+        role=sc.Role.FUSED,
+        prefix_granularity=GRAIN_TOKENS,
+        num_lcm_blocks=num_lcm_blocks,
+        max_batch_size=max_batch_size,
+        token_budget=2**30,
+        cache_groups=[group],
+    )
+    return sc.Scheduler(config)
+
+
+def prompt(number: int, num_tokens: int) -> np.ndarray:
+    """Tokens that differ from every other number's in each grain."""
+    return np.random.default_rng(number).integers(0, 128_000, num_tokens, dtype=np.int32)
+
+
+def submit(scheduler: sc.Scheduler, name: str, tokens: np.ndarray, max_new_tokens: int = 1) -> None:
+    scheduler.submit([sc.RequestSpec(request_id=name, tokens=tokens, max_new_tokens=max_new_tokens)])
+
+
+def fill_cache(scheduler: sc.Scheduler, num_blocks: int) -> None:
+    for number in range(-(-num_blocks // LONG_PROMPT_BLOCKS)):
+        name = f"cached-{number}"
+        submit(scheduler, name, prompt(number, LONG_PROMPT_TOKENS))
+        scheduler.next_plan()
+        scheduler.advance([sc.ResultEvent(name, [1]), sc.FinishEvent(name)])
+    scheduler.next_plan()
+
+
+@dataclass(slots=True)
+class DecodeLoad:
+    """Requests that decode at 4k tokens of context, and the events that answer each step."""
+
+    scheduler: sc.Scheduler
+    results: list[sc.ResultEvent]
+
+    @classmethod
+    def start(cls, num_requests: int, num_steps: int, spare_blocks: int = 0) -> DecodeLoad:
+        context_tokens = 4096
+        blocks = -(-(context_tokens + num_steps + 2) // GRAIN_TOKENS)
+        scheduler = build(num_requests * blocks + spare_blocks, max_batch_size=num_requests + 1)
+        names = [f"request-{number:024d}" for number in range(num_requests)]
+        for number, name in enumerate(names):
+            submit(scheduler, name, prompt(number, context_tokens), max_new_tokens=num_steps + 1)
+        results = [sc.ResultEvent(name, [1]) for name in names]
+        scheduler.next_plan()
+        scheduler.advance(results)
+        return cls(scheduler, results)
+
+    def step(self) -> None:
+        self.scheduler.next_plan()
+        self.scheduler.advance(self.results)
+
+
+def decode_steps() -> Iterator[Row]:
+    num_steps = 192
+    for num_requests in (64, 256, 1024):
+        load = DecodeLoad.start(num_requests, num_steps)
+        total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])  # type: ignore[misc]
+        yield Row(
+            bench="plan_and_advance",
+            case=f"{num_requests} decoding at 4k context",
+            value=total_us / num_steps / num_requests,
+            unit="us per request per step",
+            goal=1.0,
+            better="lower",
+        )
+
+
+def plan_hand_over() -> Iterator[Row]:
+    load = DecodeLoad.start(1024, 64)
+    plan = load.scheduler.next_plan()
+    columns = ("request_ids", "request_slots", "begins", "input_lengths", "token_ids", "block_tables")
+    samples = [cpu_us(lambda: [getattr(plan, column) for column in columns]) for _ in range(50)]
+    yield Row(
+        bench="plan_to_python",
+        case="tables and columns of 1024 rows",
+        value=statistics.median(samples),
+        unit="us per plan",
+        goal=100.0,
+        better="lower",
+    )
+
+
+def hashing() -> Iterator[Row]:
+    """Times the first look at prompts that do not fit: it hashes them, and little else."""
+    scheduler = build(LONG_PROMPT_BLOCKS + 1)
+    submit(scheduler, "holder", prompt(0, GRAIN_TOKENS))
+    scheduler.next_plan()
+    tokens = prompt(1, LONG_PROMPT_TOKENS)
+    content = tokens.tobytes()
+    pairs = []
+    for number in range(200):
+        name = f"hashed-{number}"
+        submit(scheduler, name, tokens)
+        pairs.append((cpu_us(scheduler.next_plan), cpu_us(lambda: hashlib.sha256(content).digest())))
+        scheduler.advance([sc.AbortEvent(name)])
+        scheduler.next_plan()
+    chained, one_shot = (statistics.median(column) for column in zip(*pairs, strict=True))
+    yield Row(
+        bench="hashing",
+        case="grains of 64 tokens of a 32k prompt, against one-shot SHA-256",
+        value=one_shot / chained,
+        unit="of the one-shot rate",
+        goal=0.6,
+        better="higher",
+    )
+
+
+def admit_us(scheduler: sc.Scheduler, num_samples: int, num_prompt_tokens: int) -> float:
+    """Median of admissions that all stay, each of a prompt never seen before."""
+    samples = []
+    for number in range(num_samples):
+        submit(scheduler, f"new-{num_prompt_tokens}-{number}", prompt(10_000 + number, num_prompt_tokens))
+        samples.append(cpu_us(scheduler.next_plan))
+    return statistics.median(samples)
+
+
+def admissions() -> Iterator[Row]:
+    num_cached = 100_000 // LONG_PROMPT_BLOCKS * LONG_PROMPT_BLOCKS
+    empty = admit_us(build(4096), 100, GRAIN_TOKENS // 2)
+    full = build(num_cached + 1)  # the last prompt reserves one block behind its end
+    fill_cache(full, num_cached)
+    assert full.capacity().cached_lcm_blocks == num_cached
+    yield Row(
+        bench="admit_one_block",
+        case="100,000 cached and none free, against an empty pool of 4,096",
+        value=admit_us(full, 100, GRAIN_TOKENS // 2) / empty,
+        unit="times",
+        goal=3.0,
+        better="lower",
+    )
+    yield Row(
+        bench="admit_with_eviction",
+        case="32k prompt that evicts 512 of 100,000, hashing included",
+        value=admit_us(full, 20, LONG_PROMPT_TOKENS - 1) / 1000,
+        unit="ms",
+        goal=1.0,
+        better="lower",
+    )
+    yield Row(
+        bench="gauges",
+        case="capacity() beside 100,000 cached blocks",
+        value=statistics.median(cpu_us(full.capacity) for _ in range(200)),
+        unit="us",
+        goal=10.0,
+        better="lower",
+    )
+
+
+def full_hit() -> Iterator[Row]:
+    scheduler = build(100_000)
+    fill_cache(scheduler, 50_000)
+    tokens = np.append(prompt(3, LONG_PROMPT_TOKENS), np.int32(7)).astype(np.int32)
+    samples = []
+    for number in range(20):
+        name = f"hit-{number}"
+        submit(scheduler, name, tokens)
+        begin = time.process_time_ns()
+        plan = scheduler.next_plan()
+        samples.append((time.process_time_ns() - begin) / 1000)
+        assert plan.admissions[0].device_hit_tokens == LONG_PROMPT_TOKENS
+        scheduler.advance([sc.AbortEvent(name)])
+        scheduler.next_plan()
+    yield Row(
+        bench="admit_with_full_hit",
+        case="32k prompt, all of it cached, hashing included",
+        value=statistics.median(samples),
+        unit="us",
+        goal=300.0,
+        better="lower",
+    )
+
+
+def blocked_queue() -> Iterator[Row]:
+    num_steps = 128
+    free = DecodeLoad.start(256, num_steps)
+    queued = DecodeLoad.start(256, num_steps)
+    for number in range(16):
+        submit(queued.scheduler, f"queued-{number}", prompt(5000 + number, LONG_PROMPT_TOKENS))
+    queued.step()
+    free.step()
+    samples = [(cpu_us(free.step), cpu_us(queued.step)) for _ in range(num_steps - 8)]
+    ratio = statistics.median(b for _, b in samples) / statistics.median(a for a, _ in samples)
+    yield Row(
+        bench="step_beside_a_queue",
+        case="256 decodes, 16 long prompts that do not fit, against none",
+        value=ratio,
+        unit="times",
+        goal=1.3,
+        better="lower",
+    )
+
+
+def main() -> None:
+    gc.disable()
+    table = Table(title="scheduler_core, CPU time")
+    for heading in ("bench", "case", "value", "unit", "goal", ""):
+        table.add_column(heading, justify="right" if heading in ("value", "goal") else "left")
+    for measure in (decode_steps, plan_hand_over, hashing, admissions, full_hit, blocked_queue):
+        for row in measure():
+            print(json.dumps(asdict(row)), flush=True)
+            sign = "<=" if row.better == "lower" else ">="
+            verdict = "[green]reached[/]" if row.reached else "[red]missed[/]"
+            table.add_row(row.bench, row.case, f"{row.value:.3f}", row.unit, f"{sign} {row.goal:g}", verdict)
+        gc.collect()
+    Console(stderr=True, width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The native scheduler of a node: continuous batching, chunked prefill, prefix cache and block allocation.
+
+A face of the C++ module and nothing else: it knows no device, no model and no network. One engine thread owns each
+scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from scheduler_core._core import (
+    AbortEvent,
+    Admission,
+    CacheGroupConfig,
+    Capacity,
+    ConfigError,
+    ContractError,
+    DoneEvent,
+    FailedEvent,
+    Family,
+    FinishEvent,
+    GrantedEvent,
+    HandedOverEvent,
+    Handover,
+    Plan,
+    QuiescedEvent,
+    ReadyEvent,
+    RemotePrefill,
+    RequestSpec,
+    ResultEvent,
+    Retention,
+    Role,
+    Scheduler,
+    SchedulerConfig,
+    SubmitError,
+    hash_grains,
+)
+
+Event: TypeAlias = (
+    ResultEvent
+    | FinishEvent
+    | AbortEvent
+    | ReadyEvent
+    | GrantedEvent
+    | DoneEvent
+    | HandedOverEvent
+    | FailedEvent
+    | QuiescedEvent
+)
+
+__all__ = [
+    "AbortEvent",
+    "Admission",
+    "CacheGroupConfig",
+    "Capacity",
+    "ConfigError",
+    "ContractError",
+    "DoneEvent",
+    "Event",
+    "FailedEvent",
+    "Family",
+    "FinishEvent",
+    "GrantedEvent",
+    "HandedOverEvent",
+    "Handover",
+    "Plan",
+    "QuiescedEvent",
+    "ReadyEvent",
+    "RemotePrefill",
+    "RequestSpec",
+    "ResultEvent",
+    "Retention",
+    "Role",
+    "Scheduler",
+    "SchedulerConfig",
+    "SubmitError",
+    "hash_grains",
+]

@@ -1,0 +1,411 @@
+# Written by nanobind's stubgen; checked by a test.
+# ruff: noqa
+# fmt: off
+"""
+The native scheduler: decides what a node computes next. Pure; not thread-safe.
+"""
+
+from collections.abc import Sequence
+import enum
+from typing import Annotated, overload
+
+import numpy
+from numpy.typing import NDArray
+
+
+class ConfigError(ValueError):
+    pass
+
+class SubmitError(ValueError):
+    pass
+
+class ContractError(RuntimeError):
+    pass
+
+class Role(enum.Enum):
+    """What a scheduler does in the mesh."""
+
+    PREFILL = 0
+    """computes prompts and hands their blocks over"""
+
+    DECODE = 1
+    """has prompts filled by a peer and generates"""
+
+    FUSED = 2
+    """does both in one place"""
+
+class Family(enum.Enum):
+    """What the blocks of a group hold."""
+
+    HISTORY = 0
+    """rows of tokens"""
+
+    STATE = 1
+    """one state snapshot each"""
+
+class Retention(enum.Enum):
+    """Which blocks of a group a request keeps."""
+
+    FULL_HISTORY = 0
+
+    SLIDING_WINDOW = 1
+
+class CacheGroupConfig:
+    """One attention structure of the model."""
+
+    def __init__(self, *, group_id: str, family: Family, retention: Retention, block_granularity: int, cache_blocks_per_lcm_block: int = 1, sliding_window_tokens: int | None = None, replayable: bool = False, shard_count: int = 1) -> None: ...
+
+    @property
+    def group_id(self) -> str: ...
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def retention(self) -> Retention: ...
+
+    @property
+    def block_granularity(self) -> int: ...
+
+    @property
+    def cache_blocks_per_lcm_block(self) -> int: ...
+
+    @property
+    def sliding_window_tokens(self) -> int | None: ...
+
+    @property
+    def replayable(self) -> bool: ...
+
+    @property
+    def shard_count(self) -> int: ...
+
+class SchedulerConfig:
+    """Everything a scheduler is built from."""
+
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0) -> None: ...
+
+    def validate(self) -> None:
+        """
+        Raises ConfigError naming the field, its value and the limit, and the group if there is one.
+        """
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def prefix_granularity(self) -> int: ...
+
+    @property
+    def num_lcm_blocks(self) -> int: ...
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    @property
+    def token_budget(self) -> int: ...
+
+    @property
+    def cache_groups(self) -> list[CacheGroupConfig]: ...
+
+    @property
+    def enable_prefix_cache(self) -> bool: ...
+
+    @property
+    def max_ready_ungranted(self) -> int: ...
+
+    @property
+    def verify_width(self) -> int: ...
+
+    @property
+    def overlap_depth(self) -> int: ...
+
+class ResultEvent:
+    """
+    The result of a scheduled row: no token for a chunk before the last, else one.
+    """
+
+    def __init__(self, request_id: str, tokens: Sequence[int]) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+class DoneEvent:
+    """
+    Decode role: every granted block has landed; the token is the first of the completion.
+    """
+
+    def __init__(self, request_id: str, token: int) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token(self) -> int: ...
+
+class FinishEvent:
+    """The runtime found the end of the completion."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class AbortEvent:
+    """The request is given up; legal in every state."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class ReadyEvent:
+    """Decode role: the prefill node has started on the prompt."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class GrantedEvent:
+    """Prefill role: the peer has said where the blocks go."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class HandedOverEvent:
+    """Prefill role: the peer has everything."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class FailedEvent:
+    """The handoff broke."""
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class QuiescedEvent:
+    """
+    Nothing is being written or read for the request any more, and nothing will be.
+    """
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+class RemotePrefill:
+    """Decode role: a grant to send; a peer fills these blocks."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def from_token(self) -> int:
+        """the prompt before it is cached here already"""
+
+    @property
+    def first_slots(self) -> list[int]:
+        """per group: slot of the first granted block"""
+
+    @property
+    def block_ids(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """per group: int32[n], granted blocks up to the prompt's end"""
+
+class Handover:
+    """Prefill role: a prompt is computed and its first token landed."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token(self) -> int: ...
+
+class Admission:
+    """First admission of a request: where its prompt was found."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def device_hit_tokens(self) -> int: ...
+
+    @property
+    def host_hit_tokens(self) -> int: ...
+
+    @property
+    def storage_hit_tokens(self) -> int: ...
+
+class Plan:
+    """
+    What to carry out next, in this order: zero blocks, send remote prefills and handovers, run the rows. Arrays are read-only views that keep the plan alive.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """prefill rows, then decode rows"""
+
+    @property
+    def num_prefill_rows(self) -> int: ...
+
+    @property
+    def request_ids(self) -> list[str]:
+        """per row"""
+
+    @property
+    def request_slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[num_rows], from 1"""
+
+    @property
+    def input_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[num_rows], tokens"""
+
+    @property
+    def begins(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[num_rows], position of the row's first input token"""
+
+    @property
+    def prefill_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[num_rows], whole prompt length, 0 on decode rows"""
+
+    @property
+    def logits_wanted(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', writable=False)]:
+        """uint8[num_rows], 1 on the last chunk of a prompt and on decode rows"""
+
+    @property
+    def token_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[sum(input_lengths)], inputs of all rows in row order"""
+
+    @property
+    def block_tables(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', writable=False)]]:
+        """per group: int32[num_rows, max_slots], 0 = hole, -1 = padding"""
+
+    @property
+    def zero_blocks(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """per group: int32[n], fresh blocks to zero before anything below"""
+
+    @property
+    def remote_prefills(self) -> list[RemotePrefill]: ...
+
+    @property
+    def handovers(self) -> list[Handover]: ...
+
+    @property
+    def admissions(self) -> list[Admission]: ...
+
+    @property
+    def retracted(self) -> list[str]: ...
+
+    @property
+    def finished(self) -> list[str]:
+        """requests that ended since the last plan, however they ended"""
+
+    @property
+    def is_empty(self) -> bool: ...
+
+class RequestSpec:
+    """What a caller submits."""
+
+    @overload
+    def __init__(self, *, request_id: str, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], max_new_tokens: int, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
+
+    @overload
+    def __init__(self, *, request_id: str, tokens: Sequence[int], max_new_tokens: int, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def local_prefill(self) -> bool: ...
+
+class Capacity:
+    """Gauges. Each parent is in exactly one of the four block counts."""
+
+    @property
+    def total_lcm_blocks(self) -> int: ...
+
+    @property
+    def empty_lcm_blocks(self) -> int: ...
+
+    @property
+    def active_lcm_blocks(self) -> int: ...
+
+    @property
+    def cached_lcm_blocks(self) -> int: ...
+
+    @property
+    def quarantined_lcm_blocks(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_live_requests(self) -> int: ...
+
+@overload
+def hash_grains(tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], prefix_granularity: int, extra_keys: Sequence[bytes] = []) -> list[bytes]:
+    """
+    The chained SHA-256 digests of the full grains of a prompt: 32 raw bytes each.
+    """
+
+@overload
+def hash_grains(tokens: Sequence[int], prefix_granularity: int, extra_keys: Sequence[bytes] = []) -> list[bytes]: ...
+
+class Scheduler:
+    """submit -> next_plan -> advance(events) -> next_plan ..."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Raises ConfigError."""
+
+    def submit(self, requests: Sequence[RequestSpec]) -> None:
+        """
+        Raises SubmitError naming the request and the limit; then none of the batch is accepted.
+        """
+
+    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent]) -> None:
+        """
+        Applies events in order; those of requests that are not live change nothing. Raises ContractError when one breaks the agreement; then none of the batch is applied.
+        """
+
+    def next_plan(self) -> Plan: ...
+
+    def block_tables(self, request_id: str) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """
+        Per group int32[slots], 0 = hole; empty when the request holds no block. Raises ContractError for a request that is not live.
+        """
+
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def max_request_tokens(self) -> int:
+        """
+        Bound of one request: prompt + completion; prompt + verify_width on the prefill role.
+        """
+
+    def can_clear(self) -> bool: ...
+
+    def clear_cache(self) -> bool:
+        """
+        Empties the prefix cache. False, with nothing changed, while a request lives.
+        """
+
+    def describe(self) -> str:
+        """A stable, line-oriented dump for people and transcripts."""

@@ -1,0 +1,152 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <span>
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "cache/prefix/prefix_hasher.h"
+#include "scheduler/scheduler.h"
+
+namespace pdmesh::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteKeys = std::vector<nb::bytes>;
+
+std::vector<std::string> KeysOf(const ByteKeys& keys) {
+  std::vector<std::string> strings;
+  for (const nb::bytes& key : keys) {
+    strings.emplace_back(key.c_str(), key.size());
+  }
+  return strings;
+}
+
+std::vector<std::int32_t> TokensOf(const TokenArray& tokens) {
+  return {tokens.data(), tokens.data() + tokens.size()};
+}
+
+void InitSpec(RequestSpec* self, std::string request_id, std::vector<std::int32_t> tokens,
+              std::int32_t max_new_tokens, const ByteKeys& extra_keys, bool local_prefill) {
+  new (self) RequestSpec{.request_id = std::move(request_id),
+                         .tokens = std::move(tokens),
+                         .max_new_tokens = max_new_tokens,
+                         .extra_keys = KeysOf(extra_keys),
+                         .local_prefill = local_prefill};
+}
+
+void BindSpec(nb::module_& module) {
+  nb::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
+      .def(
+          "__init__",
+          [](RequestSpec* self, std::string request_id, const TokenArray& tokens, std::int32_t max_new_tokens,
+             const ByteKeys& extra_keys, bool local_prefill) {
+            InitSpec(self, std::move(request_id), TokensOf(tokens), max_new_tokens, extra_keys,
+                     local_prefill);
+          },
+          nb::kw_only(), "request_id"_a, "tokens"_a.noconvert(), "max_new_tokens"_a,
+          "extra_keys"_a = ByteKeys(), "local_prefill"_a = false)
+      .def("__init__", &InitSpec, nb::kw_only(), "request_id"_a, "tokens"_a, "max_new_tokens"_a,
+           "extra_keys"_a = ByteKeys(), "local_prefill"_a = false)
+      .def_ro("request_id", &RequestSpec::request_id)
+      .def_prop_ro("tokens",
+                   [](nb::handle_t<RequestSpec> self) {
+                     return ViewOf(nb::inst_ptr<RequestSpec>(self)->tokens, self);
+                   })
+      .def_ro("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_ro("local_prefill", &RequestSpec::local_prefill);
+}
+
+void BindCapacity(nb::module_& module) {
+  nb::class_<Capacity>(module, "Capacity", "Gauges. Each parent is in exactly one of the four block counts.")
+      .def_ro("total_lcm_blocks", &Capacity::total_lcm_blocks)
+      .def_ro("empty_lcm_blocks", &Capacity::empty_lcm_blocks)
+      .def_ro("active_lcm_blocks", &Capacity::active_lcm_blocks)
+      .def_ro("cached_lcm_blocks", &Capacity::cached_lcm_blocks)
+      .def_ro("quarantined_lcm_blocks", &Capacity::quarantined_lcm_blocks)
+      .def_ro("num_waiting", &Capacity::num_waiting)
+      .def_ro("num_running", &Capacity::num_running)
+      .def_ro("num_live_requests", &Capacity::num_live_requests);
+}
+
+void Advance(Scheduler& scheduler, nb::sequence events) {
+  const nb::list held(events);
+  std::vector<EventView> views;
+  views.reserve(held.size());
+  for (const nb::handle event : held) {
+    views.push_back(EventViewOf(event));
+  }
+  scheduler.Advance(views);
+}
+
+nb::typed<nb::list, nb::bytes> HashGrains(std::span<const std::int32_t> tokens,
+                                          std::int32_t prefix_granularity, const ByteKeys& extra_keys) {
+  if (prefix_granularity < 1) {
+    throw nb::value_error("prefix_granularity must be at least 1");
+  }
+  GrainChain chain(prefix_granularity, KeysOf(extra_keys));
+  chain.ExtendTo(tokens, static_cast<std::int32_t>(tokens.size()) / prefix_granularity);
+  nb::typed<nb::list, nb::bytes> digests;
+  for (const Digest& digest : chain.digests()) {
+    digests.append(nb::bytes(digest.data(), digest.size()));
+  }
+  return digests;
+}
+
+}  // namespace
+
+void BindScheduler(nb::module_& module) {
+  BindSpec(module);
+  BindCapacity(module);
+  module.def(
+      "hash_grains",
+      [](const TokenArray& tokens, std::int32_t prefix_granularity, const ByteKeys& extra_keys) {
+        return HashGrains({tokens.data(), tokens.size()}, prefix_granularity, extra_keys);
+      },
+      "tokens"_a.noconvert(), "prefix_granularity"_a, "extra_keys"_a = ByteKeys(),
+      "The chained SHA-256 digests of the full grains of a prompt: 32 raw bytes each.");
+  module.def(
+      "hash_grains",
+      [](const std::vector<std::int32_t>& tokens, std::int32_t prefix_granularity,
+         const ByteKeys& extra_keys) { return HashGrains(tokens, prefix_granularity, extra_keys); },
+      "tokens"_a, "prefix_granularity"_a, "extra_keys"_a = ByteKeys());
+  nb::class_<Scheduler>(module, "Scheduler", "submit -> next_plan -> advance(events) -> next_plan ...")
+      .def(nb::init<const SchedulerConfig&>(), "config"_a, "Raises ConfigError.")
+      .def("submit", &Scheduler::Submit, "requests"_a,
+           "Raises SubmitError naming the request and the limit; then none of the batch is accepted.")
+      .def("advance", &Advance, "events"_a,
+           nb::sig(
+               "def advance(self, events: collections.abc.Sequence[ResultEvent | FinishEvent | AbortEvent | "
+               "ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent]) -> "
+               "None"),
+           "Applies events in order; those of requests that are not live change nothing. Raises "
+           "ContractError when one "
+           "breaks the agreement; then none of the batch is applied.")
+      .def("next_plan", &Scheduler::NextPlan)
+      .def(
+          "block_tables",
+          [](const Scheduler& scheduler, const std::string& request_id) {
+            auto* tables = new std::vector<std::vector<std::int32_t>>(scheduler.BlockTablesOf(request_id));
+            const nb::capsule owner(tables, [](void* held) noexcept {
+              delete static_cast<std::vector<std::vector<std::int32_t>>*>(held);
+            });
+            return nb::typed<nb::list, Int32Array>(ViewsOf(*tables, owner));
+          },
+          "request_id"_a,
+          "Per group int32[slots], 0 = hole; empty when the request holds no block. Raises ContractError for "
+          "a request "
+          "that is not live.")
+      .def("capacity", &Scheduler::capacity)
+      .def_prop_ro("max_request_tokens", &Scheduler::max_request_tokens,
+                   "Bound of one request: prompt + completion; prompt + verify_width on the prefill role.")
+      .def("can_clear", &Scheduler::CanClear)
+      .def("clear_cache", &Scheduler::ClearCache,
+           "Empties the prefix cache. False, with nothing changed, while a request lives.")
+      .def("describe", &Scheduler::Describe, "A stable, line-oriented dump for people and transcripts.");
+}
+
+}  // namespace pdmesh::bindings

@@ -1,0 +1,16 @@
+#include "bindings.h"
+#include "support/errors.h"
+
+NB_MODULE(_core, module) {
+  namespace nb = nanobind;
+  module.doc() = "The native scheduler: decides what a node computes next. Pure; not thread-safe.";
+  // A process may end while frames of its threads still hold plans; that is no leak worth a wall of warnings.
+  nb::set_leak_warnings(false);
+  nb::exception<pdmesh::ConfigError>(module, "ConfigError", PyExc_ValueError);
+  nb::exception<pdmesh::SubmitError>(module, "SubmitError", PyExc_ValueError);
+  nb::exception<pdmesh::ContractError>(module, "ContractError", PyExc_RuntimeError);
+  pdmesh::bindings::BindConfig(module);
+  pdmesh::bindings::BindEvents(module);
+  pdmesh::bindings::BindPlan(module);
+  pdmesh::bindings::BindScheduler(module);
+}

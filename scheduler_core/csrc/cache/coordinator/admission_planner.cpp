@@ -1,0 +1,153 @@
+#include "cache/coordinator/admission_planner.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "support/int_math.h"
+
+namespace pdmesh {
+namespace {
+
+class Shadow {
+ public:
+  Shadow(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks)
+      : pool_(pool), num_fresh_blocks_(num_fresh_blocks), num_empty_(pool.num_empty_lcm_blocks()) {
+    for (std::int32_t group = 0; group < pool.num_groups(); ++group) {
+      num_free_slots_.push_back(pool.num_free_slots(group));
+    }
+  }
+
+  bool Fits() const { return NumParentsMissing(num_free_slots_) <= num_empty_; }
+
+  // Whether the demand would fit with every evictable entry gone.
+  bool CouldFit(std::span<const PrefixCacheIndex* const> indexes) const {
+    std::vector<std::int64_t> num_free_slots = num_free_slots_;
+    std::int64_t num_empty = num_empty_;
+    for (std::size_t group = 0; group < indexes.size(); ++group) {
+      const std::int64_t num_emptied = indexes[group]->num_evictable_lcm_blocks();
+      num_empty += num_emptied;
+      num_free_slots[group] += indexes[group]->num_evictable() - num_emptied * Packing(group);
+    }
+    return NumParentsMissing(num_free_slots) <= num_empty;
+  }
+
+  void Evict(const EvictionVictim& victim) {
+    std::int32_t& num_occupied = OccupiedSlotsOf(victim);
+    const auto group = static_cast<std::size_t>(victim.group);
+    if (--num_occupied == 0) {
+      ++num_empty_;
+      num_free_slots_[group] -= Packing(group) - 1;
+    } else {
+      ++num_free_slots_[group];
+    }
+  }
+
+  void Restore(const EvictionVictim& victim) {
+    std::int32_t& num_occupied = OccupiedSlotsOf(victim);
+    const auto group = static_cast<std::size_t>(victim.group);
+    if (num_occupied++ == 0) {
+      --num_empty_;
+      num_free_slots_[group] += Packing(group) - 1;
+    } else {
+      --num_free_slots_[group];
+    }
+  }
+
+ private:
+  std::int64_t Packing(std::size_t group) const {
+    return pool_.cache_blocks_per_lcm_block(static_cast<std::int32_t>(group));
+  }
+
+  std::int64_t NumParentsMissing(std::span<const std::int64_t> num_free_slots) const {
+    std::int64_t num_missing = 0;
+    for (std::size_t group = 0; group < num_free_slots.size(); ++group) {
+      const std::int64_t num_blocks =
+          std::max<std::int64_t>(0, num_fresh_blocks_[group] - num_free_slots[group]);
+      num_missing += CeilDiv(num_blocks, Packing(group));
+    }
+    return num_missing;
+  }
+
+  std::int32_t& OccupiedSlotsOf(const EvictionVictim& victim) {
+    const std::int32_t lcm_block = pool_.PlaceOf(victim.group, victim.entry->block.block_id()).lcm_block;
+    return num_occupied_.try_emplace(lcm_block, pool_.num_occupied_slots(lcm_block)).first->second;
+  }
+
+  const BlockPool& pool_;
+  std::span<const std::int64_t> num_fresh_blocks_;
+  std::vector<std::int64_t> num_free_slots_;  // by group
+  std::int64_t num_empty_;
+  std::unordered_map<std::int32_t, std::int32_t>
+      num_occupied_;  // of touched parents; looked up, never walked
+};
+
+// Reads the eviction orders of all groups as one.
+class MergedCursor {
+ public:
+  explicit MergedCursor(std::span<const PrefixCacheIndex* const> indexes) : indexes_(indexes) {
+    for (const PrefixCacheIndex* index : indexes) {
+      heads_.push_back(index->eviction_order().begin());
+    }
+  }
+
+  std::optional<EvictionVictim> Next() {
+    std::optional<std::size_t> best;
+    for (std::size_t group = 0; group < heads_.size(); ++group) {
+      if (heads_[group] != indexes_[group]->eviction_order().end() &&
+          (!best || RankOfHead(group) < RankOfHead(*best))) {
+        best = group;
+      }
+    }
+    if (!best) {
+      return std::nullopt;
+    }
+    return EvictionVictim{.group = static_cast<std::int32_t>(*best), .entry = *heads_[*best]++};
+  }
+
+ private:
+  EvictionRank RankOfHead(std::size_t group) const { return RankOf(**heads_[group]); }
+
+  std::span<const PrefixCacheIndex* const> indexes_;
+  std::vector<EvictionOrder::const_iterator> heads_;
+};
+
+// Walks back from the last victim and keeps every block that the demand does not need.
+std::vector<EvictionVictim> WithoutNeedlessVictims(Shadow& shadow, std::vector<EvictionVictim> victims) {
+  std::vector<EvictionVictim> needed;
+  for (auto victim = victims.rbegin(); victim != victims.rend(); ++victim) {
+    shadow.Restore(*victim);
+    if (!shadow.Fits()) {
+      shadow.Evict(*victim);
+      needed.push_back(*victim);
+    }
+  }
+  std::reverse(needed.begin(), needed.end());
+  return needed;
+}
+
+}  // namespace
+
+std::optional<std::vector<EvictionVictim>> PlanEvictions(const BlockPool& pool,
+                                                         std::span<const std::int64_t> num_fresh_blocks,
+                                                         std::span<const PrefixCacheIndex* const> indexes) {
+  Shadow shadow(pool, num_fresh_blocks);
+  if (shadow.Fits()) {
+    return std::vector<EvictionVictim>();
+  }
+  if (!shadow.CouldFit(indexes)) {
+    return std::nullopt;
+  }
+  std::vector<EvictionVictim> victims;
+  MergedCursor candidates(indexes);
+  while (!shadow.Fits()) {
+    const std::optional<EvictionVictim> victim = candidates.Next();
+    if (!victim) {
+      return std::nullopt;
+    }
+    shadow.Evict(*victim);
+    victims.push_back(*victim);
+  }
+  return WithoutNeedlessVictims(shadow, std::move(victims));
+}
+
+}  // namespace pdmesh

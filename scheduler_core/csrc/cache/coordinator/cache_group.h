@@ -1,0 +1,37 @@
+// CacheGroup: one attention structure. The only place where placement and prefix matching meet.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cache/allocator/group_allocator.h"
+#include "cache/coordinator/group_geometry.h"
+#include "cache/prefix/prefix_index.h"
+#include "cache/prefix/prefix_matcher.h"
+
+namespace pdmesh {
+
+// The scheduling form of a configured group.
+struct CacheGroupSpec {
+  std::string group_id;
+  std::int32_t block_granularity;
+  std::int32_t cache_blocks_per_lcm_block;
+};
+
+struct CacheGroup {
+  CacheGroup(CacheGroupSpec group_spec, std::int32_t prefix_granularity, BlockPool& pool, std::int32_t group)
+      : spec(std::move(group_spec)),
+        geometry(prefix_granularity, spec.block_granularity),
+        allocator(pool, group),
+        index(pool, group),
+        keys{.name_space = 0, .group = group, .slots_per_grain = geometry.slots_per_grain()} {}
+
+  CacheGroupSpec spec;
+  GroupGeometry geometry;
+  GroupAllocator allocator;
+  PrefixCacheIndex index;
+  GroupKeySpace keys;
+};
+
+}  // namespace pdmesh

@@ -1,0 +1,139 @@
+// BlockPool: where the children of every group lie in the shared parents.
+//
+// The pool owns placement and reference counts. It knows which child slots are taken, never by whom, and not
+// what they hold. A parent (LCM block) has no group until its first child binds it and loses the group with
+// its last child. No call walks the parents: free-slot counts, the order of partly filled parents and the
+// FIFO of empty parents change together with every occupancy change.
+//
+// Not thread-safe. Outlives every CacheBlockRef it hands out (destroying it earlier ends the process).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace pdmesh {
+
+class CacheBlockRef;
+
+inline constexpr std::int32_t kNullBlockId = 0;
+
+// Told when a watched block of one group starts or stops being held by its watcher alone. Must not throw and
+// must not acquire or release blocks of the pool while being told.
+class SharingObserver {
+ public:
+  virtual ~SharingObserver() = default;
+  virtual void OnSoleOwner(std::int32_t block_id) noexcept = 0;
+  virtual void OnShared(std::int32_t block_id) noexcept = 0;
+};
+
+struct BlockPlace {
+  std::int32_t lcm_block;  // 1-based; 0 is the null parent and never handed out
+  std::int32_t slot;       // in [0, cache_blocks_per_lcm_block)
+};
+
+class BlockPool {
+ public:
+  // `cache_blocks_per_lcm_block[group]` is the packing of every group, complete and fixed for life.
+  // Throws std::invalid_argument when a count is not positive or a block id would not fit int32.
+  BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cache_blocks_per_lcm_block);
+  ~BlockPool();
+  BlockPool(const BlockPool&) = delete;
+  BlockPool& operator=(const BlockPool&) = delete;
+
+  std::int32_t num_groups() const { return static_cast<std::int32_t>(groups_.size()); }
+  std::int32_t num_lcm_blocks() const { return num_lcm_blocks_; }
+  std::int32_t num_empty_lcm_blocks() const { return num_empty_; }
+  // Free child slots in parents that are bound to `group`.
+  std::int64_t num_free_slots(std::int32_t group) const { return groups_[Index(group)].num_free_slots; }
+  std::int32_t cache_blocks_per_lcm_block(std::int32_t group) const { return groups_[Index(group)].packing; }
+  std::int32_t num_occupied_slots(std::int32_t lcm_block) const {
+    return parents_[Index(lcm_block)].num_occupied;
+  }
+
+  // Parents of `group` whose every child is held by its watcher alone.
+  std::int32_t num_watched_only_lcm_blocks(std::int32_t group) const {
+    return groups_[Index(group)].num_watched_only_lcm_blocks;
+  }
+  // Child slots freed so far; never falls.
+  std::uint64_t num_freed_slots() const { return num_freed_slots_; }
+
+  // Largest block id of `group`; arenas hold this many blocks and the null block.
+  std::int32_t num_blocks(std::int32_t group) const {
+    return num_lcm_blocks_ * cache_blocks_per_lcm_block(group);
+  }
+  BlockPlace PlaceOf(std::int32_t group, std::int32_t block_id) const;
+
+  bool CanAcquire(std::int32_t group, std::int64_t num_blocks) const;
+
+  // All or nothing: the returned references are the only owners. nullopt, with nothing changed, if they do
+  // not fit. Placement: the fullest partial parent of the group (tie: lowest id), its lowest free slot; an
+  // empty parent, oldest first, only when the group has no free slot left.
+  std::optional<std::vector<CacheBlockRef>> Acquire(std::int32_t group, std::int64_t num_blocks);
+
+  // The one observer of a group; nullptr takes it away. REQUIRES: no block of the group is watched.
+  void SetObserver(std::int32_t group, SharingObserver* observer);
+  // Starts or stops reporting for one held block. The watcher holds one reference of its own.
+  void Watch(const CacheBlockRef& block);
+  void Unwatch(const CacheBlockRef& block);
+
+ private:
+  friend class CacheBlockRef;
+
+  struct Parent {
+    std::int32_t group = -1;
+    std::int32_t num_occupied = 0;
+    std::int32_t num_watched_only = 0;  // children held by their watcher alone
+
+    bool IsWatchedOnly() const { return num_occupied > 0 && num_watched_only == num_occupied; }
+  };
+  struct GroupPlacement {
+    std::int32_t packing = 0;
+    std::int64_t num_free_slots = 0;
+    std::int32_t num_watched_only_lcm_blocks = 0;
+    std::set<std::pair<std::int32_t, std::int32_t>> partial_parents;  // (-occupied, id): fullest first
+    SharingObserver* observer = nullptr;
+  };
+
+  static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
+  std::size_t ChildIndex(std::int32_t lcm_block, std::int32_t slot) const {
+    return Index(lcm_block) * Index(max_packing_) + Index(slot);
+  }
+
+  void Retain(std::int32_t child, std::int32_t block_id) noexcept {
+    if (references_[Index(child)]++ == 1 && watched_[Index(child)] != 0) [[unlikely]] {
+      ReportShared(child, block_id);
+    }
+  }
+  void ReportShared(std::int32_t child, std::int32_t block_id) noexcept;
+  void ReportSoleOwner(std::int32_t child, std::int32_t block_id) noexcept;
+  void AddWatchedOnlyChild(std::int32_t child, std::int32_t change) noexcept;
+  void Release(std::int32_t child, std::int32_t block_id) noexcept;
+  Parent& ParentOf(std::int32_t child) noexcept { return parents_[Index(child / max_packing_)]; }
+  SharingObserver* ObserverOf(std::int32_t child) noexcept {
+    return groups_[Index(ParentOf(child).group)].observer;
+  }
+
+  std::int32_t BindEmptyParent(std::int32_t group);
+  CacheBlockRef Occupy(std::int32_t group);
+  void Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept;
+  std::int32_t LowestFreeSlot(std::int32_t lcm_block) const;
+  void PushEmpty(std::int32_t lcm_block);
+  std::int32_t PopEmpty();
+
+  std::int32_t num_lcm_blocks_;
+  std::int32_t max_packing_ = 0;
+  std::int64_t num_taken_ = 0;
+  std::uint64_t num_freed_slots_ = 0;
+  std::vector<GroupPlacement> groups_;
+  std::vector<Parent> parents_;           // by parent id; [0] is the null parent
+  std::vector<std::int32_t> references_;  // by child index
+  std::vector<std::uint8_t> watched_;     // by child index
+  std::vector<std::int32_t> empty_ring_;  // FIFO of empty parents
+  std::size_t empty_head_ = 0;
+  std::int32_t num_empty_ = 0;
+};
+
+}  // namespace pdmesh

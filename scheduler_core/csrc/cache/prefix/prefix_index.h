@@ -1,0 +1,106 @@
+// PrefixCacheIndex: the published blocks of one group, by content.
+//
+// An entry is metadata and one owning reference; publishing neither allocates nor copies storage. Entries
+// that nobody but the index holds stand in an eviction order that is kept up to date by the pool's sharing
+// reports, so that neither an admission nor a gauge ever scans the cache. The index sees no block table.
+//
+// Owned by the coordinator; the pool outlives it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "cache/core/block_pool.h"
+#include "cache/core/cache_block_ref.h"
+#include "cache/prefix/cache_key.h"
+
+namespace pdmesh {
+
+// Which entries of one access epoch go first.
+enum class EvictionTier : std::uint8_t {
+  kClosedPrefix = 2,  // entries of a group whose hits need every block before them
+};
+
+// Victims are taken smallest first. Blocks deep in a prefix go before those they depend on.
+struct EvictionRank {
+  std::uint64_t epoch;
+  EvictionTier tier;
+  std::int64_t negated_depth_tokens;
+  std::int32_t group;
+  std::int32_t block_id;  // orders as (parent, slot) does
+
+  auto operator<=>(const EvictionRank&) const = default;
+};
+
+struct CacheEntry;
+EvictionRank RankOf(const CacheEntry& entry);
+
+struct ByRank {
+  bool operator()(const CacheEntry* a, const CacheEntry* b) const;
+};
+
+// Evictable entries, first victim first.
+using EvictionOrder = std::set<CacheEntry*, ByRank>;
+
+struct CacheEntry {
+  CacheKey key;
+  CacheBlockRef block;
+  std::uint64_t epoch;                           // of the newest admission that published or hit the block
+  std::int64_t depth_tokens;                     // prompt position at which the block ends
+  std::optional<EvictionOrder::iterator> place;  // in the eviction order, while it is evictable
+};
+
+class PrefixCacheIndex final : public SharingObserver {
+ public:
+  PrefixCacheIndex(BlockPool& pool, std::int32_t group);
+  ~PrefixCacheIndex() override;
+  PrefixCacheIndex(const PrefixCacheIndex&) = delete;
+  PrefixCacheIndex& operator=(const PrefixCacheIndex&) = delete;
+
+  // Reads.
+  const CacheEntry* Find(const CacheKey& key) const;
+  std::int64_t num_entries() const { return static_cast<std::int64_t>(entries_.size()); }
+  std::int64_t num_evictable() const { return static_cast<std::int64_t>(eviction_order_.size()); }
+  // Parents all of whose children are evictable entries of this index.
+  std::int32_t num_evictable_lcm_blocks() const { return pool_.num_watched_only_lcm_blocks(group_); }
+  // Counts the moments at which a block of this index became evictable.
+  std::uint64_t num_releases() const { return num_releases_; }
+  // Forgets the releases since an earlier count: those of a pin that was taken and dropped again freed
+  // nothing new.
+  void RestoreNumReleases(std::uint64_t num_releases) { num_releases_ = num_releases; }
+
+  // Valid only while the index and its blocks stay as they are.
+  const EvictionOrder& eviction_order() const { return eviction_order_; }
+
+  // Publishes a block that its caller holds, or finds the key taken; either way the entry's epoch is at least
+  // `epoch` afterwards. Returns the canonical block of the key. REQUIRES: the key is of this group, the block
+  // has no other key.
+  const CacheBlockRef& Register(const CacheKey& key, const CacheBlockRef& block, std::uint64_t epoch,
+                                std::int64_t depth_tokens);
+  // Marks a held entry as used by the admission `epoch`. REQUIRES: its block is shared.
+  void Touch(const CacheEntry& entry, std::uint64_t epoch);
+  // Takes an evictable entry out; its block becomes free.
+  void Evict(const CacheEntry& entry);
+  // Takes every entry out. REQUIRES: all are evictable.
+  void Clear();
+
+  void OnSoleOwner(std::int32_t block_id) noexcept override;
+  void OnShared(std::int32_t block_id) noexcept override;
+
+ private:
+  CacheEntry* EntryOf(std::int32_t block_id) const {
+    return entry_by_block_id_[static_cast<std::size_t>(block_id)];
+  }
+
+  BlockPool& pool_;
+  std::int32_t group_;
+  std::unordered_map<CacheKey, CacheEntry, CacheKeyHash> entries_;
+  std::vector<CacheEntry*> entry_by_block_id_;
+  EvictionOrder eviction_order_;
+  std::uint64_t num_releases_ = 0;
+};
+
+}  // namespace pdmesh

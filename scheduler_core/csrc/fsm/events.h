@@ -1,0 +1,60 @@
+// What the runtime tells the scheduler about requests. Plain values; the transition table gives them their
+// meaning.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace pdmesh {
+
+// The result of a scheduled row: no token for a chunk before the last, one for the last chunk and every
+// decode row.
+struct ResultEvent {
+  std::string request_id;
+  std::vector<std::int32_t> tokens;
+};
+// The runtime found the end of the completion.
+struct FinishEvent {
+  std::string request_id;
+};
+struct AbortEvent {
+  std::string request_id;
+};
+// Decode role: the prefill node has started on the prompt.
+struct ReadyEvent {
+  std::string request_id;
+};
+// Prefill role: the decode node has said where the blocks go.
+struct GrantedEvent {
+  std::string request_id;
+};
+// Decode role: every granted block has landed; the token is the first of the completion.
+struct DoneEvent {
+  std::string request_id;
+  std::int32_t token;
+};
+// Prefill role: the peer has everything.
+struct HandedOverEvent {
+  std::string request_id;
+};
+// The handoff broke.
+struct FailedEvent {
+  std::string request_id;
+};
+// Nothing is being written or read for this request any more, and nothing will be.
+struct QuiescedEvent {
+  std::string request_id;
+};
+
+// A view of one event; the caller keeps the event alive for the call it is passed to.
+using EventView = std::variant<const ResultEvent*, const FinishEvent*, const AbortEvent*, const ReadyEvent*,
+                               const GrantedEvent*, const DoneEvent*, const HandedOverEvent*,
+                               const FailedEvent*, const QuiescedEvent*>;
+
+const std::string& RequestIdOf(const EventView& event);
+const char* NameOf(const EventView& event);
+
+}  // namespace pdmesh

@@ -1,0 +1,86 @@
+#include "fsm/request_states.h"
+
+#include <array>
+#include <utility>
+
+namespace pdmesh {
+
+const char* NameOf(Phase phase) {
+  constexpr std::array<const char*, std::variant_size_v<RequestState>> kNames = {
+      "awaiting_ready",    "waiting",      "prefilling", "awaiting_result",
+      "remote_prefilling", "prefill_done", "decoding",   "handing_over",
+      "transfer_held",     "quarantined",  "finished"};
+  return kNames[static_cast<std::size_t>(phase)];
+}
+
+Holdings* HoldingsOf(RequestState& state) {
+  return std::visit(
+      [](auto& concrete) -> Holdings* {
+        if constexpr (requires { concrete.holdings; }) {
+          return &concrete.holdings;
+        } else {
+          return nullptr;
+        }
+      },
+      state);
+}
+
+const Holdings* HoldingsOf(const RequestState& state) {
+  return HoldingsOf(const_cast<RequestState&>(state));
+}
+
+const std::vector<BlockTable>* TablesOf(const RequestState& state) {
+  if (const Holdings* holdings = HoldingsOf(state)) {
+    return &holdings->tables;
+  }
+  if (const auto* held = std::get_if<TransferHeld>(&state)) {
+    return &held->tables;
+  }
+  if (const auto* quarantined = std::get_if<Quarantined>(&state)) {
+    return &quarantined->tables;
+  }
+  return nullptr;
+}
+
+Prefilling StartPrefill(Waiting&&, Holdings holdings) {
+  return {.holdings = std::move(holdings), .owes_result = true};
+}
+
+AwaitingResult CompletePrompt(Prefilling&& state) {
+  return {.holdings = std::move(state.holdings)};
+}
+
+RemotePrefilling GrantRemotePrefill(Waiting&&, Holdings holdings) {
+  return {.holdings = std::move(holdings)};
+}
+
+PrefillDone LandFirstToken(AwaitingResult&& state) {
+  return {.holdings = std::move(state.holdings)};
+}
+
+PrefillDone LandRemotePrefill(RemotePrefilling&& state) {
+  return {.holdings = std::move(state.holdings)};
+}
+
+Decoding StartDecoding(PrefillDone&& state) {
+  return {.holdings = std::move(state.holdings), .owes_result = true};
+}
+
+HandingOver StartHandover(PrefillDone&& state) {
+  state.holdings.slot.Reset();  // no row is scheduled any more
+  return {.holdings = std::move(state.holdings)};
+}
+
+TransferHeld HoldForTransfer(Holdings holdings) {
+  return {.tables = std::move(holdings.tables)};
+}
+
+Quarantined Quarantine(RemotePrefilling&& state, const std::vector<std::int32_t>& num_hit_slots) {
+  std::vector<BlockTable> tables = std::move(state.holdings.tables);
+  for (std::size_t group = 0; group < tables.size(); ++group) {
+    tables[group].ReleaseFront(num_hit_slots[group]);
+  }
+  return {.tables = std::move(tables)};
+}
+
+}  // namespace pdmesh

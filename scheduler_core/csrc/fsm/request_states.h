@@ -1,0 +1,99 @@
+// The states of a request. A state owns what the request holds in it; a transition moves the bundle whole.
+//
+// The verbs below are the only ways from one state to the next; what has no verb does not compile. Which
+// event allows which of them is decided by the transition table (fsm/transitions.h).
+#pragma once
+
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include "cache/core/block_table.h"
+#include "fsm/slot_pool.h"
+
+namespace pdmesh {
+
+// Everything a request holds between its first admission and its end.
+struct Holdings {
+  SlotLease slot;
+  std::vector<BlockTable> tables;  // by group
+  std::uint64_t epoch = 0;
+  std::int32_t num_hit_tokens = 0;
+  std::int32_t num_computed_tokens =
+      0;  // prompt and completion tokens whose rows are written or being written
+  std::int32_t num_published_grains = 0;  // hits included
+};
+
+struct AwaitingReady {};  // decode role: the peer has not started
+struct Waiting {};
+struct Prefilling {
+  Holdings holdings;
+  bool owes_result;
+};
+struct AwaitingResult {  // the last chunk is out
+  Holdings holdings;
+};
+struct RemotePrefilling {  // decode role: a peer fills the blocks
+  Holdings holdings;
+};
+struct PrefillDone {  // the first token has landed
+  Holdings holdings;
+};
+struct Decoding {
+  Holdings holdings;
+  bool owes_result;
+};
+struct HandingOver {  // prefill role: the transfer reads the blocks until the peer has everything
+  Holdings holdings;
+};
+struct TransferHeld {  // prefill role: ended, but the transfer still reads the blocks
+  std::vector<BlockTable> tables;
+};
+struct Quarantined {  // decode role: ended, but a peer may still write into the blocks
+  std::vector<BlockTable> tables;
+};
+struct Finished {};
+
+using RequestState = std::variant<AwaitingReady, Waiting, Prefilling, AwaitingResult, RemotePrefilling,
+                                  PrefillDone, Decoding, HandingOver, TransferHeld, Quarantined, Finished>;
+
+// In the order of RequestState.
+enum class Phase : std::uint8_t {
+  kAwaitingReady,
+  kWaiting,
+  kPrefilling,
+  kAwaitingResult,
+  kRemotePrefilling,
+  kPrefillDone,
+  kDecoding,
+  kHandingOver,
+  kTransferHeld,
+  kQuarantined,
+  kFinished,
+};
+
+inline Phase PhaseOf(const RequestState& state) {
+  return static_cast<Phase>(state.index());
+}
+const char* NameOf(Phase phase);
+
+// The holdings of a state that has them, else nullptr.
+Holdings* HoldingsOf(RequestState& state);
+const Holdings* HoldingsOf(const RequestState& state);
+// The tables of a state that holds blocks, else nullptr.
+const std::vector<BlockTable>* TablesOf(const RequestState& state);
+
+// Transitions.
+Prefilling StartPrefill(Waiting&&, Holdings holdings);
+AwaitingResult CompletePrompt(Prefilling&& state);
+RemotePrefilling GrantRemotePrefill(Waiting&&, Holdings holdings);
+PrefillDone LandFirstToken(AwaitingResult&& state);
+PrefillDone LandRemotePrefill(RemotePrefilling&& state);
+Decoding StartDecoding(PrefillDone&& state);
+HandingOver StartHandover(PrefillDone&& state);
+// The slot and everything but the blocks returns at once.
+TransferHeld HoldForTransfer(Holdings holdings);
+// Claimed prefix hits return at once: no peer writes there. `num_hit_slots[group]` leading slots are hits.
+Quarantined Quarantine(RemotePrefilling&& state, const std::vector<std::int32_t>& num_hit_slots);
+
+}  // namespace pdmesh

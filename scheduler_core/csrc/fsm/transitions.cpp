@@ -1,0 +1,151 @@
+#include "fsm/transitions.h"
+
+#include <algorithm>
+
+#include "support/errors.h"
+
+namespace pdmesh {
+namespace {
+
+bool HasEnded(Phase phase) {
+  return phase == Phase::kTransferHeld || phase == Phase::kQuarantined || phase == Phase::kFinished;
+}
+
+bool HoldsNothing(Phase phase) {
+  return phase == Phase::kAwaitingReady || phase == Phase::kWaiting;
+}
+
+// The judgements of one request in one role; one overload per event.
+class Table {
+ public:
+  Table(Role role, const PhaseView& view, const EventView& event) : role_(role), view_(view), event_(event) {}
+
+  Judgement operator()(const ResultEvent* result) const {
+    if (HasEnded(view_.phase)) {
+      return Ignore();
+    }
+    if (!view_.owes_result) {
+      Refuse("no result is owed");
+    }
+    const std::size_t num_due = view_.phase == Phase::kPrefilling ? 0 : 1;
+    if (result->tokens.size() != num_due) {
+      Refuse("tokens must hold " + std::to_string(num_due) + ", got " +
+             std::to_string(result->tokens.size()));
+    }
+    if (num_due == 1 && result->tokens[0] < 0) {
+      Refuse("tokens[0] must not be negative, got " + std::to_string(result->tokens[0]));
+    }
+    return To(view_.phase == Phase::kAwaitingResult ? Phase::kPrefillDone : view_.phase);
+  }
+
+  Judgement operator()(const FinishEvent*) const {
+    if (HasEnded(view_.phase)) {
+      return Ignore();
+    }
+    const bool is_legal = view_.phase == Phase::kPrefillDone || view_.phase == Phase::kDecoding;
+    if (!is_legal || role_ == Role::kPrefill) {
+      Refuse(role_ == Role::kPrefill ? "the transfer ends a request of the prefill role"
+                                     : "only prefill_done and decoding requests finish");
+    }
+    return To(Phase::kFinished);
+  }
+
+  Judgement operator()(const AbortEvent*) const { return HasEnded(view_.phase) ? Ignore() : EndEarly(); }
+
+  Judgement operator()(const ReadyEvent*) const {
+    RequireRole(Role::kDecode);
+    return view_.phase == Phase::kAwaitingReady ? To(Phase::kWaiting) : Ignore();
+  }
+
+  Judgement operator()(const GrantedEvent*) const {
+    RequireRole(Role::kPrefill);
+    return HasEnded(view_.phase) ? Ignore() : Judgement{.verdict = Verdict::kApply, .next = view_};
+  }
+
+  Judgement operator()(const DoneEvent* done) const {
+    RequireRole(Role::kDecode);
+    if (HoldsNothing(view_.phase) && view_.is_remote) {
+      Refuse("nothing was granted yet");
+    }
+    if (view_.phase != Phase::kRemotePrefilling) {
+      return Ignore();
+    }
+    if (done->token < 0) {
+      Refuse("token must not be negative, got " + std::to_string(done->token));
+    }
+    return To(Phase::kPrefillDone);
+  }
+
+  Judgement operator()(const HandedOverEvent*) const {
+    RequireRole(Role::kPrefill);
+    if (view_.phase == Phase::kHandingOver || view_.phase == Phase::kTransferHeld) {
+      return To(Phase::kFinished);
+    }
+    if (view_.phase != Phase::kFinished) {
+      Refuse("no handover was planned yet");
+    }
+    return Ignore();
+  }
+
+  Judgement operator()(const FailedEvent*) const {
+    if (role_ == Role::kFused) {
+      Refuse("the fused role hands nothing over");
+    }
+    if (HasEnded(view_.phase)) {
+      return Ignore();
+    }
+    // On the decode role a failure after done, or of a request that no peer prefills, is a late message.
+    const bool concerns_decode =
+        view_.phase == Phase::kRemotePrefilling || (view_.is_remote && HoldsNothing(view_.phase));
+    return role_ == Role::kPrefill || concerns_decode ? EndEarly() : Ignore();
+  }
+
+  Judgement operator()(const QuiescedEvent*) const {
+    if (role_ == Role::kFused) {
+      Refuse("the fused role hands nothing over");
+    }
+    const bool is_held = view_.phase == Phase::kTransferHeld || view_.phase == Phase::kQuarantined;
+    return is_held ? To(Phase::kFinished) : Ignore();
+  }
+
+ private:
+  [[noreturn]] void Refuse(const std::string& why) const {
+    throw ContractError("event " + std::string(NameOf(event_)) + " of request \"" + RequestIdOf(event_) +
+                        "\" in state " + NameOf(view_.phase) + ": " + why);
+  }
+
+  void RequireRole(Role role) const {
+    if (role_ != role) {
+      Refuse(std::string("the event belongs to the ") + NameOf(role) + " role, this scheduler is " +
+             NameOf(role_));
+    }
+  }
+
+  Judgement Ignore() const { return {.verdict = Verdict::kIgnore, .next = view_}; }
+
+  Judgement To(Phase phase) const {
+    return {.verdict = Verdict::kApply,
+            .next = {.phase = phase, .is_remote = view_.is_remote, .owes_result = false}};
+  }
+
+  // An end that the request's own work did not reach. What a peer may still touch is kept until it is quiet.
+  Judgement EndEarly() const {
+    if (view_.phase == Phase::kRemotePrefilling) {
+      return To(Phase::kQuarantined);
+    }
+    return To(role_ == Role::kPrefill && !HoldsNothing(view_.phase) ? Phase::kTransferHeld
+                                                                    : Phase::kFinished);
+  }
+
+  Role role_;
+  const PhaseView& view_;
+  const EventView& event_;
+};
+
+}  // namespace
+
+Judgement Judge(Role role, const PhaseView& view, const EventView& event) {
+  return std::visit(Table(role, view, event), event);
+}
+
+}  // namespace pdmesh

@@ -1,0 +1,111 @@
+#include "scheduler/config.h"
+
+#include <limits>
+#include <set>
+
+#include "support/errors.h"
+
+namespace pdmesh {
+namespace {
+
+[[noreturn]] void Refuse(const std::string& message) {
+  throw ConfigError(message);
+}
+
+void RequireAtLeast(const std::string& field, std::int64_t value, std::int64_t limit) {
+  if (value < limit) {
+    Refuse(field + " must be at least " + std::to_string(limit) + ", got " + std::to_string(value));
+  }
+}
+
+// A group is one of three kinds: full history, sliding history, state.
+void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
+  const bool is_sliding = group.retention == Retention::kSlidingWindow;
+  if (group.family == Family::kState && is_sliding) {
+    Refuse(name + ".retention: a state group keeps its whole history, sliding_window is refused");
+  }
+  if (is_sliding != group.sliding_window_tokens.has_value()) {
+    Refuse(name + ".sliding_window_tokens must be given exactly when retention is sliding_window");
+  }
+  if (is_sliding) {
+    RequireAtLeast(name + ".sliding_window_tokens", *group.sliding_window_tokens, 1);
+  }
+  if (group.replayable && !is_sliding) {
+    Refuse(name + ".replayable is legal on sliding history groups only");
+  }
+}
+
+void ValidateSupported(const std::string& name, const CacheGroupConfig& group) {
+  if (group.family == Family::kState) {
+    Refuse(name + ".family: state groups are not supported yet");
+  }
+  if (group.retention == Retention::kSlidingWindow) {
+    Refuse(name + ".retention: sliding_window groups are not supported yet");
+  }
+  if (group.shard_count != 1) {
+    Refuse(name + ".shard_count must be 1 (sharded groups are not supported yet), got " +
+           std::to_string(group.shard_count));
+  }
+}
+
+void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group) {
+  const std::string name = "cache_groups[\"" + group.group_id + "\"]";
+  if (group.group_id.empty()) {
+    Refuse("cache_groups: group_id must not be empty");
+  }
+  RequireAtLeast(name + ".block_granularity", group.block_granularity, 1);
+  if (config.prefix_granularity % group.block_granularity != 0) {
+    Refuse(name + ".block_granularity " + std::to_string(group.block_granularity) +
+           " must divide prefix_granularity " + std::to_string(config.prefix_granularity));
+  }
+  RequireAtLeast(name + ".cache_blocks_per_lcm_block", group.cache_blocks_per_lcm_block, 1);
+  RequireAtLeast(name + ".shard_count", group.shard_count, 1);
+  ValidateKind(name, group);
+  ValidateSupported(name, group);
+  const std::int64_t num_slots =
+      (std::int64_t{config.num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
+  if (num_slots > std::numeric_limits<std::int32_t>::max()) {
+    Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
+           " with num_lcm_blocks " + std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
+  }
+}
+
+}  // namespace
+
+void SchedulerConfig::Validate() const {
+  RequireAtLeast("prefix_granularity", prefix_granularity, 1);
+  RequireAtLeast("num_lcm_blocks", num_lcm_blocks, 1);
+  RequireAtLeast("max_batch_size", max_batch_size, 1);
+  RequireAtLeast("token_budget", token_budget, 1);
+  RequireAtLeast("max_ready_ungranted", max_ready_ungranted, 1);
+  if (verify_width != 1) {
+    Refuse("verify_width must be 1 (wider verification is not supported yet), got " +
+           std::to_string(verify_width));
+  }
+  if (overlap_depth != 0) {
+    Refuse("overlap_depth must be 0 (overlapped plans are not supported yet), got " +
+           std::to_string(overlap_depth));
+  }
+  if (cache_groups.empty()) {
+    Refuse("cache_groups must name at least one group");
+  }
+  std::set<std::string> group_ids;
+  for (const CacheGroupConfig& group : cache_groups) {
+    ValidateGroup(*this, group);
+    if (!group_ids.insert(group.group_id).second) {
+      Refuse("cache_groups: group_id \"" + group.group_id + "\" is given twice");
+    }
+  }
+}
+
+std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
+  std::vector<CacheGroupSpec> specs;
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    specs.push_back({.group_id = group.group_id,
+                     .block_granularity = group.block_granularity,
+                     .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block});
+  }
+  return specs;
+}
+
+}  // namespace pdmesh

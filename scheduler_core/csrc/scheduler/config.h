@@ -1,0 +1,48 @@
+// Configuration of a scheduler. There is no default configuration; Validate is the single gate.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cache/coordinator/cache_group.h"
+#include "role.h"
+
+namespace pdmesh {
+
+enum class Family : std::uint8_t { kHistory, kState };
+enum class Retention : std::uint8_t { kFullHistory, kSlidingWindow };
+
+struct CacheGroupConfig {
+  std::string group_id;
+  Family family;
+  Retention retention;
+  std::int32_t block_granularity;  // tokens one block-table slot covers
+  std::int32_t cache_blocks_per_lcm_block = 1;
+  std::optional<std::int32_t> sliding_window_tokens;  // exactly with sliding retention
+  bool replayable = false;
+  std::int32_t shard_count = 1;
+};
+
+struct SchedulerConfig {
+  Role role;
+  std::int32_t prefix_granularity;  // tokens per hashed and matched grain
+  std::int32_t num_lcm_blocks;      // usable parents, the null parent not counted
+  std::int32_t max_batch_size;      // rows of a plan
+  std::int32_t token_budget;        // input tokens of a plan
+  std::vector<CacheGroupConfig> cache_groups;
+  bool enable_prefix_cache = true;
+  std::int32_t max_ready_ungranted = 64;  // prefill role: started prompts that no peer has granted yet
+  std::int32_t verify_width = 1;          // tokens a decode row feeds
+  std::int32_t overlap_depth = 0;         // plans built ahead of the newest landed result
+
+  // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
+  // is one.
+  void Validate() const;
+};
+
+// Translates, checks nothing.
+std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config);
+
+}  // namespace pdmesh

@@ -1,0 +1,62 @@
+// Plan: what the runtime carries out next, in this order: zero blocks, send remote prefills and handovers,
+// run the forward batch. Immutable once built; the scheduler keeps nothing of it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pdmesh {
+
+struct RemotePrefill {
+  std::string request_id;
+  std::int32_t from_token;                           // the prefix before it is here already
+  std::vector<std::int32_t> first_slots;             // by group: slot of the first granted block
+  std::vector<std::vector<std::int32_t>> block_ids;  // by group: granted blocks, up to the prompt's end
+};
+
+struct Handover {
+  std::string request_id;
+  std::int32_t token;  // the first of the completion
+};
+
+// First admission of a request: where its prompt was found. The sum is below the prompt length.
+struct AdmissionReport {
+  std::string request_id;
+  std::int32_t device_hit_tokens;
+  std::int32_t host_hit_tokens;
+  std::int32_t storage_hit_tokens;
+};
+
+// A row-major int32 rectangle.
+struct BlockTableRows {
+  std::int32_t num_rows = 0;
+  std::int32_t num_slots = 0;
+  std::vector<std::int32_t> block_ids;
+};
+
+struct Plan {
+  std::int32_t num_rows = 0;  // prefill rows, then decode rows
+  std::int32_t num_prefill_rows = 0;
+  std::vector<std::string> request_ids;  // [num_rows], as all below up to token_ids
+  std::vector<std::int32_t> request_slots;
+  std::vector<std::int32_t> input_lengths;
+  std::vector<std::int32_t> begins;           // position of the row's first input token
+  std::vector<std::int32_t> prefill_lengths;  // whole prompt length, 0 on decode rows
+  std::vector<std::uint8_t> logits_wanted;    // 1 on the last chunk of a prompt and on decode rows
+  std::vector<std::int32_t> token_ids;        // inputs of all rows, concatenated in row order
+  std::vector<BlockTableRows> block_tables;   // by group; 0 = hole, -1 = padding behind a row's last slot
+  std::vector<std::vector<std::int32_t>> zero_blocks;  // by group: fresh blocks, each once
+  std::vector<RemotePrefill> remote_prefills;
+  std::vector<Handover> handovers;
+  std::vector<AdmissionReport> admissions;
+  std::vector<std::string> retracted;
+  std::vector<std::string> finished;  // requests that ended since the last plan, however they ended
+
+  bool is_empty() const {
+    return num_rows == 0 && remote_prefills.empty() && handovers.empty() && admissions.empty() &&
+           retracted.empty() && finished.empty();
+  }
+};
+
+}  // namespace pdmesh

@@ -1,0 +1,86 @@
+#include "scheduler/round.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "support/errors.h"
+
+namespace pdmesh {
+
+Round::Round(std::int32_t num_groups, std::int32_t max_num_rows, std::int32_t token_budget)
+    : num_free_rows_(max_num_rows), num_budget_tokens_(token_budget) {
+  plan_.zero_blocks.resize(static_cast<std::size_t>(num_groups));
+  plan_.block_tables.resize(static_cast<std::size_t>(num_groups));
+}
+
+void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens) {
+  Ensure(num_free_rows_ > 0 && num_budget_tokens_ >= num_input_tokens, "a round was overfilled");
+  --num_free_rows_;
+  num_budget_tokens_ -= num_input_tokens;
+  prefill_rows_.push_back(
+      {.request = &request, .begin = begin, .num_input_tokens = num_input_tokens, .is_prefill = true});
+}
+
+void Round::AddDecodeRow(const Request& request, std::int32_t cost_tokens) {
+  --num_free_rows_;
+  num_budget_tokens_ -= cost_tokens;
+  decode_rows_.push_back(
+      {.request = &request, .begin = request.num_tokens() - 1, .num_input_tokens = 1, .is_prefill = false});
+}
+
+void Round::AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids) {
+  for (std::size_t group = 0; group < fresh_ids.size(); ++group) {
+    std::vector<std::int32_t>& zero_blocks = plan_.zero_blocks[group];
+    zero_blocks.insert(zero_blocks.end(), fresh_ids[group].begin(), fresh_ids[group].end());
+  }
+}
+
+Plan Round::Build() && {
+  std::vector<Row> rows = std::move(prefill_rows_);
+  plan_.num_prefill_rows = static_cast<std::int32_t>(rows.size());
+  rows.insert(rows.end(), decode_rows_.begin(), decode_rows_.end());
+  plan_.num_rows = static_cast<std::int32_t>(rows.size());
+  for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.prefill_lengths}) {
+    column->reserve(rows.size());
+  }
+  plan_.request_ids.reserve(rows.size());
+  plan_.logits_wanted.reserve(rows.size());
+  for (const Row& row : rows) {
+    LayOutRow(row);
+  }
+  LayOutTables(rows);
+  return std::move(plan_);
+}
+
+void Round::LayOutRow(const Row& row) {
+  const Request& request = *row.request;
+  const std::int32_t end = row.begin + row.num_input_tokens;
+  plan_.request_ids.push_back(request.request_id);
+  plan_.request_slots.push_back(HoldingsOf(request.state)->slot.slot());
+  plan_.input_lengths.push_back(row.num_input_tokens);
+  plan_.begins.push_back(row.begin);
+  plan_.prefill_lengths.push_back(row.is_prefill ? request.num_prompt_tokens : 0);
+  plan_.logits_wanted.push_back(end == request.num_tokens() ? 1 : 0);
+  plan_.token_ids.insert(plan_.token_ids.end(), request.tokens.begin() + row.begin,
+                         request.tokens.begin() + end);
+}
+
+void Round::LayOutTables(const std::vector<Row>& rows) {
+  for (std::size_t group = 0; group < plan_.block_tables.size(); ++group) {
+    BlockTableRows& table = plan_.block_tables[group];
+    for (const Row& row : rows) {
+      table.num_slots = std::max(table.num_slots, HoldingsOf(row.request->state)->tables[group].num_slots());
+    }
+    table.num_rows = plan_.num_rows;
+    table.block_ids.reserve(rows.size() * static_cast<std::size_t>(table.num_slots));
+    for (const Row& row : rows) {
+      const std::span<const std::int32_t> block_ids =
+          HoldingsOf(row.request->state)->tables[group].block_ids();
+      table.block_ids.insert(table.block_ids.end(), block_ids.begin(), block_ids.end());
+      table.block_ids.resize(
+          table.block_ids.size() + static_cast<std::size_t>(table.num_slots) - block_ids.size(), -1);
+    }
+  }
+}
+
+}  // namespace pdmesh

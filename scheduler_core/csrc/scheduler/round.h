@@ -1,0 +1,50 @@
+// Round: a plan in the making, with the budgets that bound it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "scheduler/plan.h"
+#include "scheduler/request.h"
+
+namespace pdmesh {
+
+class Round {
+ public:
+  Round(std::int32_t num_groups, std::int32_t max_num_rows, std::int32_t token_budget);
+
+  std::int32_t num_free_rows() const { return num_free_rows_; }
+  std::int32_t num_budget_tokens() const { return num_budget_tokens_; }
+  bool has_room() const { return num_free_rows_ > 0 && num_budget_tokens_ > 0; }
+
+  // The request's next `num_input_tokens` prompt tokens from `begin`. REQUIRES: room for them.
+  void AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens);
+  // The request's last token. `cost_tokens` is what the row takes from the budget.
+  void AddDecodeRow(const Request& request, std::int32_t cost_tokens);
+  void AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids);
+
+  // Lists that are no rows are filled directly.
+  Plan& plan() { return plan_; }
+
+  // Lays the rows out. Nothing may be added afterwards.
+  Plan Build() &&;
+
+ private:
+  struct Row {
+    const Request* request;
+    std::int32_t begin;
+    std::int32_t num_input_tokens;
+    bool is_prefill;
+  };
+
+  void LayOutRow(const Row& row);
+  void LayOutTables(const std::vector<Row>& rows);
+
+  Plan plan_;
+  std::int32_t num_free_rows_;
+  std::int32_t num_budget_tokens_;
+  std::vector<Row> prefill_rows_;
+  std::vector<Row> decode_rows_;
+};
+
+}  // namespace pdmesh

@@ -1,0 +1,207 @@
+#include "scheduler/scheduler.h"
+
+#include <algorithm>
+#include <limits>
+#include <unordered_set>
+#include <utility>
+
+#include "support/errors.h"
+
+namespace pdmesh {
+namespace {
+
+const SchedulerConfig& Validated(const SchedulerConfig& config) {
+  config.Validate();
+  return config;
+}
+
+// Rows of requests whose blocks are in transfer need no batch place, so a role that transfers has slots to
+// spare.
+std::int32_t NumSlots(const SchedulerConfig& config) {
+  const std::int64_t num_slots = std::int64_t{config.max_batch_size} * (config.role == Role::kFused ? 1 : 2);
+  return static_cast<std::int32_t>(
+      std::min<std::int64_t>(num_slots, std::numeric_limits<std::int32_t>::max()));
+}
+
+[[noreturn]] void RefuseRequest(const RequestSpec& spec, const std::string& why) {
+  throw SubmitError("request \"" + spec.request_id + "\": " + why);
+}
+
+}  // namespace
+
+Scheduler::Scheduler(const SchedulerConfig& config)
+    : config_(Validated(config)),
+      capacity_model_(config_),
+      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_)),
+      slots_(NumSlots(config_)) {}
+
+void Scheduler::CheckSpec(const RequestSpec& spec) const {
+  if (spec.request_id.empty()) {
+    RefuseRequest(spec, "request_id must not be empty");
+  }
+  if (requests_.contains(spec.request_id)) {
+    RefuseRequest(spec, "request_id is already in use by a live request");
+  }
+  if (spec.tokens.empty()) {
+    RefuseRequest(spec, "tokens must not be empty");
+  }
+  const auto negative =
+      std::find_if(spec.tokens.begin(), spec.tokens.end(), [](std::int32_t id) { return id < 0; });
+  if (negative != spec.tokens.end()) {
+    RefuseRequest(spec, "tokens[" + std::to_string(negative - spec.tokens.begin()) +
+                            "] must not be negative, got " + std::to_string(*negative));
+  }
+  if (spec.max_new_tokens < 0) {
+    RefuseRequest(spec, "max_new_tokens must not be negative, got " + std::to_string(spec.max_new_tokens));
+  }
+  const auto num_prompt_tokens = static_cast<std::int64_t>(spec.tokens.size());
+  const std::int64_t needed_tokens = capacity_model_.TokensToReserve(num_prompt_tokens, spec.max_new_tokens);
+  if (needed_tokens > max_request_tokens()) {
+    RefuseRequest(spec, "prompt of " + std::to_string(num_prompt_tokens) + " tokens with max_new_tokens " +
+                            std::to_string(spec.max_new_tokens) + " needs room for " +
+                            std::to_string(needed_tokens) + " tokens, the limit is " +
+                            std::to_string(max_request_tokens()));
+  }
+}
+
+void Scheduler::Submit(std::vector<RequestSpec> specs) {
+  std::unordered_set<std::string> batch_ids;
+  for (const RequestSpec& spec : specs) {
+    CheckSpec(spec);
+    if (!batch_ids.insert(spec.request_id).second) {
+      RefuseRequest(spec, "request_id is given twice in one batch");
+    }
+  }
+  for (RequestSpec& spec : specs) {
+    const bool is_remote = config_.role == Role::kDecode && !spec.local_prefill;
+    std::string request_id = spec.request_id;
+    auto request =
+        std::make_unique<Request>(std::move(spec), num_submitted_++, is_remote, config_.prefix_granularity);
+    QueueOf(request->phase()).insert(request.get());
+    requests_.emplace(std::move(request_id), std::move(request));
+  }
+}
+
+void Scheduler::Advance(std::span<const EventView> events) {
+  const std::vector<JudgedEvent> to_apply = JudgeEvents(events);
+  for (const JudgedEvent& judged : to_apply) {
+    Apply(*judged.request, judged.event);
+  }
+  for (const JudgedEvent& judged : to_apply) {
+    Ensure(judged.request->phase() == judged.request->judged.phase,
+           "events led to another state than was judged");
+  }
+}
+
+// Plays the batch on views first, so that a bad event leaves even the events before it unapplied. Returns
+// those that change something.
+std::vector<Scheduler::JudgedEvent> Scheduler::JudgeEvents(std::span<const EventView> events) {
+  ++num_event_batches_;
+  std::vector<JudgedEvent> to_apply;
+  to_apply.reserve(events.size());
+  for (const EventView& event : events) {
+    const auto found = requests_.find(RequestIdOf(event));
+    if (found == requests_.end()) {
+      continue;
+    }
+    Request& request = *found->second;
+    if (std::exchange(request.judged_batch, num_event_batches_) != num_event_batches_) {
+      request.judged = request.view();
+    }
+    const Judgement judgement = Judge(config_.role, request.judged, event);
+    request.judged = judgement.next;
+    if (judgement.verdict == Verdict::kApply) {
+      to_apply.push_back({.request = &request, .event = event});
+    }
+  }
+  return to_apply;
+}
+
+void Scheduler::Apply(Request& request, const EventView& event) {
+  if (const auto* result = std::get_if<const ResultEvent*>(&event)) {
+    ApplyResult(request, **result);
+  } else if (const auto* done = std::get_if<const DoneEvent*>(&event)) {
+    request.tokens.push_back((*done)->token);
+    SetState(request, LandRemotePrefill(std::get<RemotePrefilling>(std::move(request.state))));
+  } else if (std::holds_alternative<const ReadyEvent*>(event)) {
+    SetState(request, Waiting());
+  } else if (std::holds_alternative<const GrantedEvent*>(event)) {
+    num_ready_ungranted_ -= IsReadyUngranted(request) ? 1 : 0;
+    request.is_granted = true;
+  } else if (std::holds_alternative<const FinishEvent*>(event)) {
+    Finish(request);
+  } else if (std::holds_alternative<const HandedOverEvent*>(event) ||
+             std::holds_alternative<const QuiescedEvent*>(event)) {
+    SetState(request, Finished());
+  } else {
+    ApplyEarlyEnd(request);
+  }
+}
+
+void Scheduler::ApplyResult(Request& request, const ResultEvent& result) {
+  request.tokens.insert(request.tokens.end(), result.tokens.begin(), result.tokens.end());
+  if (auto* prefilling = std::get_if<Prefilling>(&request.state)) {
+    prefilling->owes_result = false;
+  } else if (auto* decoding = std::get_if<Decoding>(&request.state)) {
+    decoding->owes_result = false;
+    decoding->holdings.num_computed_tokens = request.num_tokens() - 1;
+  } else {
+    SetState(request, LandFirstToken(std::get<AwaitingResult>(std::move(request.state))));
+  }
+}
+
+void Scheduler::ApplyEarlyEnd(Request& request) {
+  if (auto* remote = std::get_if<RemotePrefilling>(&request.state)) {
+    std::vector<std::int32_t> num_hit_slots;
+    for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
+      num_hit_slots.push_back(remote->holdings.num_hit_tokens /
+                              coordinator_.group(group).spec.block_granularity);
+    }
+    SetState(request, Quarantine(std::move(*remote), num_hit_slots));
+  } else if (Holdings* holdings = HoldingsOf(request.state);
+             holdings != nullptr && config_.role == Role::kPrefill) {
+    SetState(request, HoldForTransfer(std::move(*holdings)));
+  } else {
+    SetState(request, Finished());
+  }
+}
+
+void Scheduler::Finish(Request& request) {
+  PublishPending(request, *HoldingsOf(request.state));
+  SetState(request, Finished());
+}
+
+bool Scheduler::CanClear() const {
+  return requests_.size() == QueueOf(Phase::kFinished).size() && coordinator_.CanClear();
+}
+
+bool Scheduler::ClearCache() {
+  if (!CanClear()) {
+    return false;
+  }
+  coordinator_.Clear();
+  return true;
+}
+
+void Scheduler::SetState(Request& request, RequestState state) {
+  num_ready_ungranted_ -= IsReadyUngranted(request) ? 1 : 0;
+  QueueOf(request.phase()).erase(&request);
+  request.state = std::move(state);
+  QueueOf(request.phase()).insert(&request);
+  num_ready_ungranted_ += IsReadyUngranted(request) ? 1 : 0;
+}
+
+// Requests that can decode stand in one line whether they have decoded before or not.
+Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) {
+  return queues_[static_cast<std::size_t>(phase == Phase::kPrefillDone ? Phase::kDecoding : phase)];
+}
+
+const Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) const {
+  return const_cast<Scheduler*>(this)->QueueOf(phase);
+}
+
+bool Scheduler::IsReadyUngranted(const Request& request) const {
+  return config_.role == Role::kPrefill && !request.is_granted && HoldingsOf(request.state) != nullptr;
+}
+
+}  // namespace pdmesh

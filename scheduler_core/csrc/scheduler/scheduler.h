@@ -1,0 +1,132 @@
+// Scheduler: decides what a node computes next. submit -> next_plan -> advance(events) -> next_plan ...
+//
+// Pure: no I/O, clock, thread, randomness or log. The same configuration and the same calls give the same
+// plans, byte for byte, in every process. It schedules in tokens; where blocks lie is the coordinator's
+// business.
+//
+// Not thread-safe; one caller owns it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cache/coordinator/cache_coordinator.h"
+#include "fsm/events.h"
+#include "fsm/slot_pool.h"
+#include "scheduler/capacity_model.h"
+#include "scheduler/config.h"
+#include "scheduler/plan.h"
+#include "scheduler/request.h"
+#include "scheduler/round.h"
+
+namespace pdmesh {
+
+// Each parent is in exactly one of the four; active includes blocks a transfer of an ended request still
+// reads.
+struct Capacity {
+  std::int32_t total_lcm_blocks;
+  std::int32_t empty_lcm_blocks;
+  std::int32_t active_lcm_blocks;
+  std::int32_t cached_lcm_blocks;       // held by the prefix cache alone
+  std::int32_t quarantined_lcm_blocks;  // a peer may still write into them
+  std::int32_t num_waiting;             // admitted to nothing yet
+  std::int32_t num_running;
+  std::int32_t num_live_requests;  // waiting, running, or ended with blocks still held
+};
+
+class Scheduler {
+ public:
+  // Throws ConfigError.
+  explicit Scheduler(const SchedulerConfig& config);
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Throws SubmitError naming the request and the limit; then none of the batch is accepted.
+  void Submit(std::vector<RequestSpec> specs);
+
+  // Applies events in order. Events of requests that are not live change nothing. Throws ContractError when
+  // one breaks the agreement; then none of the batch is applied.
+  void Advance(std::span<const EventView> events);
+
+  Plan NextPlan();
+
+  // One id per slot and group; empty tables when the request holds none. Throws ContractError for unknown
+  // requests.
+  std::vector<std::vector<std::int32_t>> BlockTablesOf(const std::string& request_id) const;
+  Capacity capacity() const;
+  std::int32_t max_request_tokens() const { return capacity_model_.max_request_tokens(); }
+
+  bool CanClear() const;
+  // Empties the prefix cache. False, with nothing changed, while a request lives.
+  bool ClearCache();
+
+  // A stable, line-oriented dump for people and transcripts.
+  std::string Describe() const;
+
+ private:
+  using RequestQueue = std::set<Request*, BySubmission>;
+  enum class AdmitOutcome : std::uint8_t { kAdmitted, kBlocked };
+
+  // Submission.
+  void CheckSpec(const RequestSpec& spec) const;
+
+  // Events.
+  struct JudgedEvent {
+    Request* request;
+    EventView event;
+  };
+  std::vector<JudgedEvent> JudgeEvents(std::span<const EventView> events);
+  void Apply(Request& request, const EventView& event);
+  void ApplyResult(Request& request, const ResultEvent& result);
+  void ApplyEarlyEnd(Request& request);
+  void Finish(Request& request);
+
+  // Rounds.
+  void ListFinished(Round& round);
+  void PlanHandovers(Round& round);
+  void PlanDecodes(Round& round, std::int32_t cost_tokens_per_row);
+  void PlanPrefills(Round& round);
+  bool PlanResidentChunks(Round& round);
+  void PlanNewPrompts(Round& round);
+  void PlanDecodeRole(Round& round);
+  bool PlanOneLocalPrefill(Round& round);
+  void PlanRemoteAdmissions(Round& round);
+  bool HasRunnableDecode() const;
+
+  // One request.
+  void PlanChunk(Round& round, Request& request);
+  AdmitOutcome AdmitPrompt(Round& round, Request& request);
+  void GrantRemote(Round& round, Request& request, const Holdings& holdings) const;
+  std::optional<Holdings> AdmitFirst(Round& round, Request& request, bool is_local);
+  PrefixProbe Probe(Request& request);
+  bool IsStillBlocked(const Request& request) const;
+  void PublishPending(Request& request, Holdings& holdings);
+  RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
+
+  void SetState(Request& request, RequestState state);
+  RequestQueue& QueueOf(Phase phase);
+  const RequestQueue& QueueOf(Phase phase) const;
+  bool IsReadyUngranted(const Request& request) const;
+  std::int32_t NumQuarantinedLcmBlocks() const;
+  void DescribeRequest(const Request& request, std::string& out) const;
+
+  const SchedulerConfig config_;
+  CapacityModel capacity_model_;
+  CacheCoordinator coordinator_;                                        // outlives the requests' tables
+  SlotPool slots_;                                                      // outlives the requests' leases
+  std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked
+  std::array<RequestQueue, std::variant_size_v<RequestState>> queues_;  // by phase, older requests first
+  std::uint64_t num_submitted_ = 0;
+  std::uint64_t num_event_batches_ = 0;
+  std::int32_t num_ready_ungranted_ = 0;
+  bool last_round_was_local_prefill_ = false;  // decode role
+};
+
+}  // namespace pdmesh

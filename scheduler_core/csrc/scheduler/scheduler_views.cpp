@@ -1,0 +1,109 @@
+// The reading half of the scheduler: gauges, tables and dumps. Changes nothing.
+#include <algorithm>
+#include <set>
+
+#include "scheduler/scheduler.h"
+#include "support/errors.h"
+
+namespace pdmesh {
+
+std::vector<std::vector<std::int32_t>> Scheduler::BlockTablesOf(const std::string& request_id) const {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end()) {
+    throw ContractError("block tables of request \"" + request_id + "\": it is not live");
+  }
+  std::vector<std::vector<std::int32_t>> tables(static_cast<std::size_t>(coordinator_.num_groups()));
+  if (const std::vector<BlockTable>* held = TablesOf(found->second->state)) {
+    for (std::size_t group = 0; group < tables.size(); ++group) {
+      const std::span<const std::int32_t> block_ids = (*held)[group].block_ids();
+      tables[group].assign(block_ids.begin(), block_ids.end());
+    }
+  }
+  return tables;
+}
+
+std::int32_t Scheduler::NumQuarantinedLcmBlocks() const {
+  std::set<std::int32_t> lcm_blocks;
+  for (const Request* request : QueueOf(Phase::kQuarantined)) {
+    const std::vector<BlockTable>& tables = *TablesOf(request->state);
+    for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
+      for (const std::int32_t block_id : tables[static_cast<std::size_t>(group)].block_ids()) {
+        if (block_id != kNullBlockId) {
+          lcm_blocks.insert(coordinator_.pool().PlaceOf(group, block_id).lcm_block);
+        }
+      }
+    }
+  }
+  return static_cast<std::int32_t>(lcm_blocks.size());
+}
+
+Capacity Scheduler::capacity() const {
+  const std::int32_t total = coordinator_.pool().num_lcm_blocks();
+  const std::int32_t empty = coordinator_.pool().num_empty_lcm_blocks();
+  const std::int32_t cached = coordinator_.num_cached_lcm_blocks();
+  const std::int32_t quarantined = NumQuarantinedLcmBlocks();
+  const auto size_of = [this](Phase phase) { return static_cast<std::int32_t>(QueueOf(phase).size()); };
+  const std::int32_t waiting = size_of(Phase::kAwaitingReady) + size_of(Phase::kWaiting);
+  const std::int32_t live = static_cast<std::int32_t>(requests_.size()) - size_of(Phase::kFinished);
+  return {.total_lcm_blocks = total,
+          .empty_lcm_blocks = empty,
+          .active_lcm_blocks = total - empty - cached - quarantined,
+          .cached_lcm_blocks = cached,
+          .quarantined_lcm_blocks = quarantined,
+          .num_waiting = waiting,
+          .num_running = live - waiting - size_of(Phase::kTransferHeld) - size_of(Phase::kQuarantined),
+          .num_live_requests = live};
+}
+
+std::string Scheduler::Describe() const {
+  const Capacity gauges = capacity();
+  std::string out = std::string("role ") + NameOf(config_.role) + " prefix_granularity " +
+                    std::to_string(config_.prefix_granularity) + "\n";
+  out += "lcm_blocks total=" + std::to_string(gauges.total_lcm_blocks) +
+         " empty=" + std::to_string(gauges.empty_lcm_blocks) +
+         " active=" + std::to_string(gauges.active_lcm_blocks) +
+         " cached=" + std::to_string(gauges.cached_lcm_blocks) +
+         " quarantined=" + std::to_string(gauges.quarantined_lcm_blocks) + "\n";
+  for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
+    const CacheGroup& described = coordinator_.group(group);
+    out += "group " + described.spec.group_id +
+           " free_slots=" + std::to_string(coordinator_.pool().num_free_slots(group)) +
+           " entries=" + std::to_string(described.index.num_entries()) +
+           " evictable=" + std::to_string(described.index.num_evictable()) + "\n";
+  }
+  std::set<const Request*, BySubmission> by_age;
+  for (const RequestQueue& queue : queues_) {
+    by_age.insert(queue.begin(), queue.end());
+  }
+  for (const Request* request : by_age) {
+    DescribeRequest(*request, out);
+  }
+  return out;
+}
+
+void Scheduler::DescribeRequest(const Request& request, std::string& out) const {
+  out += "request " + request.request_id + " " + NameOf(request.phase()) +
+         " tokens=" + std::to_string(request.num_prompt_tokens) + "+" +
+         std::to_string(request.num_tokens() - request.num_prompt_tokens);
+  if (const Holdings* holdings = HoldingsOf(request.state)) {
+    out += " slot=" + std::to_string(holdings->slot.slot()) +
+           " hit=" + std::to_string(holdings->num_hit_tokens) +
+           " computed=" + std::to_string(holdings->num_computed_tokens) +
+           " published_grains=" + std::to_string(holdings->num_published_grains);
+  }
+  out += request.OwesResult() ? " owes_result\n" : "\n";
+  const std::vector<BlockTable>* tables = TablesOf(request.state);
+  if (tables == nullptr) {
+    return;
+  }
+  for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
+    const BlockTable& table = (*tables)[static_cast<std::size_t>(group)];
+    out += "  " + coordinator_.group(group).spec.group_id + ":";
+    for (const std::int32_t block_id : table.block_ids()) {
+      out += " " + (block_id == kNullBlockId ? std::string("-") : std::to_string(block_id));
+    }
+    out += " | room " + std::to_string(table.tail_room()) + "\n";
+  }
+}
+
+}  // namespace pdmesh

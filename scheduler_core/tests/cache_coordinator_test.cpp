@@ -1,0 +1,134 @@
+#include "cache/coordinator/cache_coordinator.h"
+
+#include <gtest/gtest.h>
+
+#include "cache/prefix/prefix_hasher.h"
+
+namespace pdmesh {
+namespace {
+
+std::vector<Digest> ChainOf(std::int32_t content, std::int32_t num_grains) {
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(num_grains), content);
+  GrainChain chain(1, {});
+  chain.ExtendTo(tokens, num_grains);
+  return {chain.digests().begin(), chain.digests().end()};
+}
+
+RequestProgress Grains(std::span<const Digest> digests, std::int32_t first, std::int32_t end) {
+  return {.digests = digests, .first_grain = first, .end_grain = end};
+}
+
+// P=8 with groups of g=4 and g=2.
+std::unique_ptr<CacheCoordinator> TwoGroups(std::int32_t num_lcm_blocks) {
+  return std::make_unique<CacheCoordinator>(
+      8, num_lcm_blocks,
+      std::vector<CacheGroupSpec>{
+          {.group_id = "coarse", .block_granularity = 4, .cache_blocks_per_lcm_block = 1},
+          {.group_id = "fine", .block_granularity = 2, .cache_blocks_per_lcm_block = 2}});
+}
+
+TEST(CacheCoordinator, AHitIsWhatEveryGroupBacks) {
+  const auto coordinator = TwoGroups(64);
+  const std::vector<Digest> digests = ChainOf(1, 4);
+  auto tables = coordinator->MakeTables();
+  const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 4),
+                                                 {.extent_tokens = 32, .reserve_tokens = 0});
+  ASSERT_TRUE(admission);
+  EXPECT_EQ(tables[0].num_slots(), 8);
+  EXPECT_EQ(tables[1].num_slots(), 16);
+  coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 3));
+  EXPECT_EQ(coordinator->ProbePrefix(digests, 4).hit_tokens, 24);
+  EXPECT_EQ(coordinator->ProbePrefix(digests, 2).hit_tokens, 16);
+  EXPECT_EQ(coordinator->ProbePrefix(ChainOf(2, 4), 4).hit_tokens, 0);
+}
+
+TEST(CacheCoordinator, ProbingChangesNothing) {
+  const auto coordinator = TwoGroups(64);
+  const std::vector<Digest> digests = ChainOf(1, 2);
+  {
+    auto tables = coordinator->MakeTables();
+    const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 2),
+                                                   {.extent_tokens = 16, .reserve_tokens = 0});
+    coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 2));
+  }
+  const std::uint64_t version = coordinator->capacity_version();
+  const std::int32_t cached = coordinator->num_cached_lcm_blocks();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(coordinator->ProbePrefix(digests, 2).hit_tokens, 16);
+  }
+  EXPECT_EQ(coordinator->capacity_version(), version);
+  EXPECT_EQ(coordinator->num_cached_lcm_blocks(), cached);
+}
+
+TEST(CacheCoordinator, AFailedAdmissionChangesNothing) {
+  const auto coordinator = TwoGroups(8);
+  const std::vector<Digest> digests = ChainOf(1, 1);
+  {
+    auto tables = coordinator->MakeTables();
+    const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 1),
+                                                   {.extent_tokens = 8, .reserve_tokens = 0});
+    coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 1));
+  }
+  const std::uint64_t version = coordinator->capacity_version();
+  auto tables = coordinator->MakeTables();
+  const PrefixProbe probe = coordinator->ProbePrefix(digests, 1);
+  EXPECT_FALSE(coordinator->AdmitFirst(tables, probe, {.extent_tokens = 80, .reserve_tokens = 0}));
+  EXPECT_EQ(tables[0].num_slots(), 0);
+  EXPECT_EQ(coordinator->capacity_version(), version);
+  EXPECT_EQ(coordinator->num_cached_lcm_blocks(), 4);
+  EXPECT_TRUE(coordinator->AdmitFirst(tables, probe, {.extent_tokens = 8, .reserve_tokens = 0}))
+      << "the probe serves a retry";
+}
+
+TEST(CacheCoordinator, HitsAreProtectedFromTheirOwnAdmission) {
+  const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
+  CacheCoordinator coordinator(4, 4, {full});
+  const std::vector<Digest> digests = ChainOf(1, 3);
+  {
+    auto tables = coordinator.MakeTables();
+    const auto admission = coordinator.AdmitFirst(tables, PrefixProbe{.hit_tokens = 0, .entries = {{}}},
+                                                  {.extent_tokens = 12, .reserve_tokens = 0});
+    coordinator.Publish(tables, admission->epoch, Grains(digests, 0, 3));
+  }
+  auto tables = coordinator.MakeTables();
+  const PrefixProbe probe = coordinator.ProbePrefix(digests, 2);
+  EXPECT_FALSE(coordinator.AdmitFirst(tables, probe, {.extent_tokens = 12, .reserve_tokens = 0}));
+  const auto admission = coordinator.AdmitFirst(tables, probe, {.extent_tokens = 8, .reserve_tokens = 0});
+  ASSERT_TRUE(admission);
+  EXPECT_TRUE(std::ranges::equal(tables[0].block_ids(), std::vector<std::int32_t>{1, 2, 4, 3}));
+}
+
+TEST(CacheCoordinator, PublishingADuplicateDropsItForTheCanonicalBlock) {
+  const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
+  CacheCoordinator coordinator(4, 4, {full});
+  const std::vector<Digest> digests = ChainOf(1, 1);
+  auto first = coordinator.MakeTables();
+  auto second = coordinator.MakeTables();
+  const PrefixProbe none{.hit_tokens = 0, .entries = {{}}};
+  const auto first_admission = coordinator.AdmitFirst(first, none, {.extent_tokens = 4, .reserve_tokens = 0});
+  const auto second_admission =
+      coordinator.AdmitFirst(second, none, {.extent_tokens = 4, .reserve_tokens = 0});
+  coordinator.Publish(first, first_admission->epoch, Grains(digests, 0, 1));
+  coordinator.Publish(second, second_admission->epoch, Grains(digests, 0, 1));
+  EXPECT_EQ(second[0].block_ids()[0], first[0].block_ids()[0]);
+  EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 3);
+}
+
+TEST(CacheCoordinator, ClearsOnlyWhenNobodyHoldsACachedBlock) {
+  const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
+  CacheCoordinator coordinator(4, 4, {full});
+  const std::vector<Digest> digests = ChainOf(1, 1);
+  {
+    auto tables = coordinator.MakeTables();
+    const auto admission = coordinator.AdmitFirst(tables, PrefixProbe{.hit_tokens = 0, .entries = {{}}},
+                                                  {.extent_tokens = 4, .reserve_tokens = 0});
+    coordinator.Publish(tables, admission->epoch, Grains(digests, 0, 1));
+    EXPECT_FALSE(coordinator.CanClear());
+  }
+  EXPECT_TRUE(coordinator.CanClear());
+  coordinator.Clear();
+  EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 4);
+}
+
+}  // namespace
+}  // namespace pdmesh

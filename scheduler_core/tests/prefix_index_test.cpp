@@ -1,0 +1,115 @@
+#include "cache/prefix/prefix_index.h"
+
+#include <gtest/gtest.h>
+
+#include "cache/prefix/prefix_hasher.h"
+#include "cache/prefix/prefix_matcher.h"
+
+namespace pdmesh {
+namespace {
+
+class PrefixIndexTest : public testing::Test {
+ protected:
+  CacheKey Key(std::int32_t grain, std::int32_t offset = 0) const {
+    return {.name_space = 0, .group = 0, .digest = DigestOf(grain), .grain_offset = offset};
+  }
+  static Digest DigestOf(std::int32_t grain) { return HashGrain({}, std::vector<std::int32_t>{grain}, {}); }
+
+  CacheBlockRef Block() { return std::move(pool_.Acquire(0, 1)->front()); }
+
+  std::vector<std::int32_t> EvictionOrder() const {
+    std::vector<std::int32_t> ids;
+    for (const CacheEntry* entry : index_.eviction_order()) {
+      ids.push_back(entry->block.block_id());
+    }
+    return ids;
+  }
+
+  BlockPool pool_{8, {1}};
+  PrefixCacheIndex index_{pool_, 0};
+};
+
+TEST_F(PrefixIndexTest, AllFourPartsOfAKeyAreIdentity) {
+  index_.Register(Key(1, 0), Block(), 1, 4);
+  CacheKey other = Key(1, 0);
+  EXPECT_NE(index_.Find(other), nullptr);
+  other.name_space = 1;
+  EXPECT_EQ(index_.Find(other), nullptr);
+  EXPECT_EQ(index_.Find(Key(1, 1)), nullptr);
+  EXPECT_EQ(index_.Find(Key(2, 0)), nullptr);
+  other = Key(1, 0);
+  other.group = 1;
+  EXPECT_EQ(index_.Find(other), nullptr);
+}
+
+TEST_F(PrefixIndexTest, ATakenKeyKeepsItsCanonicalBlock) {
+  const CacheBlockRef first = Block();
+  const CacheBlockRef duplicate = Block();
+  index_.Register(Key(1), first, 1, 4);
+  EXPECT_EQ(index_.Register(Key(1), duplicate, 2, 4).block_id(), first.block_id());
+  EXPECT_EQ(index_.num_entries(), 1);
+  EXPECT_EQ(index_.Find(Key(1))->epoch, 2u);
+}
+
+TEST_F(PrefixIndexTest, PublishingAgainNeverMakesAnEntryOlder) {
+  const CacheBlockRef block = Block();
+  index_.Register(Key(1), block, 5, 4);
+  index_.Register(Key(1), block, 3, 4);
+  EXPECT_EQ(index_.Find(Key(1))->epoch, 5u);
+}
+
+TEST_F(PrefixIndexTest, OnlyBlocksThatNobodyElseHoldsAreEvictable) {
+  CacheBlockRef held = Block();
+  index_.Register(Key(1), held, 1, 4);
+  EXPECT_EQ(index_.num_evictable(), 0);
+  held.Reset();
+  EXPECT_EQ(index_.num_evictable(), 1);
+  held = index_.Find(Key(1))->block;
+  EXPECT_EQ(index_.num_evictable(), 0);
+}
+
+TEST_F(PrefixIndexTest, OldEpochsGoFirstAndDeepBlocksBeforeShallowOnes) {
+  index_.Register(Key(1), Block(), 2, 4);   // block 1
+  index_.Register(Key(2), Block(), 2, 8);   // block 2
+  index_.Register(Key(3), Block(), 1, 4);   // block 3
+  index_.Register(Key(4), Block(), 2, 12);  // block 4
+  EXPECT_EQ(EvictionOrder(), (std::vector<std::int32_t>{3, 4, 2, 1}));
+}
+
+TEST_F(PrefixIndexTest, ATouchedEntryMovesToItsNewEpoch) {
+  index_.Register(Key(1), Block(), 1, 4);
+  index_.Register(Key(2), Block(), 2, 4);
+  {
+    const CacheBlockRef held = index_.Find(Key(1))->block;
+    index_.Touch(*index_.Find(Key(1)), 3);
+  }
+  EXPECT_EQ(EvictionOrder(), (std::vector<std::int32_t>{2, 1}));
+}
+
+TEST_F(PrefixIndexTest, EvictingFreesTheBlock) {
+  index_.Register(Key(1), Block(), 1, 4);
+  EXPECT_EQ(pool_.num_empty_lcm_blocks(), 7);
+  index_.Evict(*index_.Find(Key(1)));
+  EXPECT_EQ(pool_.num_empty_lcm_blocks(), 8);
+  EXPECT_EQ(index_.Find(Key(1)), nullptr);
+}
+
+TEST_F(PrefixIndexTest, FullAttentionMatchesFromTheLeftToTheFirstMiss) {
+  const GroupKeySpace keys{.name_space = 0, .group = 0, .slots_per_grain = 2};
+  const std::vector<Digest> digests = {DigestOf(0), DigestOf(1), DigestOf(2)};
+  for (const std::int64_t slot : {0, 1, 2, 4, 5}) {
+    index_.Register(keys.KeyOf(digests, slot), Block(), 1, slot);
+  }
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 3).size(), 3u);
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 1).size(), 2u)
+      << "bounded by the grains asked for";
+}
+
+TEST_F(PrefixIndexTest, ABlockUnderASecondKeyEndsTheProcess) {
+  const CacheBlockRef block = Block();
+  index_.Register(Key(1), block, 1, 4);
+  EXPECT_DEATH(index_.Register(Key(2), block, 1, 4), "second key");
+}
+
+}  // namespace
+}  // namespace pdmesh

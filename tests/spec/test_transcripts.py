@@ -1,0 +1,190 @@
+"""Plays the scheduler's transcripts: each names commands and, below dashes, exactly what the core answers.
+
+A transcript is prose (lines that start with `#`) and cases: command lines, a line of four dashes, the expected answer,
+an empty line. With PDMESH_REWRITE_TRANSCRIPTS=1 the answers are written anew instead of compared; read the difference
+before keeping it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import scheduler_core as sc
+
+TRANSCRIPTS = sorted((Path(__file__).parent / "scheduler").glob("*.txt"))
+DASHES = "----"
+
+PLAIN_EVENTS: dict[str, Callable[[str], sc.Event]] = {
+    "finish": sc.FinishEvent,
+    "abort": sc.AbortEvent,
+    "ready": sc.ReadyEvent,
+    "granted": sc.GrantedEvent,
+    "handed_over": sc.HandedOverEvent,
+    "failed": sc.FailedEvent,
+    "quiesced": sc.QuiescedEvent,
+}
+
+
+@dataclass(slots=True)
+class Player:
+    """Carries commands out on one scheduler. Token ids are written as `5 6 7` or as the range `0..4`."""
+
+    group_ids: list[str] = field(default_factory=list)
+    scheduler: sc.Scheduler | None = None
+    owed_plans: list[sc.Plan] = field(default_factory=list)
+
+    def play(self, lines: list[str]) -> str:
+        answers = [self._answer(line) for line in lines]
+        return "\n".join(answer for answer in answers if answer) or "ok"
+
+    def _answer(self, line: str) -> str:
+        verb, *words = line.split()
+        commands: dict[str, Callable[[list[str]], str]] = {
+            "scheduler": self._build,
+            "submit": self._submit,
+            "plan": self._plan,
+            "land": self._land,
+            "event": self._event,
+            "describe": lambda _: self._core().describe().rstrip("\n"),
+            "clear": lambda _: f"cleared={self._core().clear_cache()}",
+        }
+        try:
+            return commands[verb](words)
+        except (sc.ConfigError, sc.SubmitError, sc.ContractError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _core(self) -> sc.Scheduler:
+        assert self.scheduler is not None, "a transcript starts with `scheduler`"
+        return self.scheduler
+
+    def _build(self, words: list[str]) -> str:
+        fields = dict(word.split("=") for word in words)
+        groups = [group.split(":") for group in fields.pop("groups").split(",")]
+        role = sc.Role[fields.pop("role").upper()]
+        self.group_ids = [name for name, *_ in groups]
+        config = sc.SchedulerConfig(
+            role=role,
+            cache_groups=[
+                sc.CacheGroupConfig(
+                    group_id=name,
+                    family=sc.Family.HISTORY,
+                    retention=sc.Retention.FULL_HISTORY,
+                    block_granularity=int(block_granularity),
+                    cache_blocks_per_lcm_block=int(packing),
+                )
+                for name, block_granularity, packing in groups
+            ],
+            **{name: int(value) for name, value in fields.items()},
+        )
+        self.scheduler = sc.Scheduler(config)
+        return f"max_request_tokens={self.scheduler.max_request_tokens}"
+
+    def _submit(self, words: list[str]) -> str:
+        request_id, *rest = words
+        options = [word for word in rest if word.startswith("max_new=") or word == "local"]
+        tokens = [token for word in rest if word not in options for token in _tokens_of(word)]
+        max_new_tokens = next(int(word.partition("=")[2]) for word in options if word.startswith("max_new="))
+        request = sc.RequestSpec(
+            request_id=request_id, tokens=tokens, max_new_tokens=max_new_tokens, local_prefill="local" in options
+        )
+        self._core().submit([request])
+        return ""
+
+    def _plan(self, _: list[str]) -> str:
+        plan = self._core().next_plan()
+        self.owed_plans.append(plan)
+        return "\n".join(_lines_of(plan, self.group_ids)) or "(empty)"
+
+    def _land(self, _: list[str]) -> str:
+        """The results of all rows since the last time: token 1000 + position."""
+        for plan in self.owed_plans:
+            ends = plan.begins + plan.input_lengths
+            rows = zip(plan.request_ids, plan.logits_wanted, ends, strict=True)
+            results = [sc.ResultEvent(name, [1000 + int(end)] if wanted else []) for name, wanted, end in rows]
+            self._core().advance(results)
+        self.owed_plans.clear()
+        return ""
+
+    def _event(self, words: list[str]) -> str:
+        name, request_id, *tokens = words
+        if name == "done":
+            self._core().advance([sc.DoneEvent(request_id, int(tokens[0]))])
+        elif name == "result":
+            self._core().advance([sc.ResultEvent(request_id, [int(token) for token in tokens])])
+        else:
+            self._core().advance([PLAIN_EVENTS[name](request_id)])
+        return ""
+
+
+def _tokens_of(word: str) -> range | list[int]:
+    first, dots, last = word.partition("..")
+    return range(int(first), int(last) + 1) if dots else [int(first)]
+
+
+def _ids_of(values: list[int]) -> str:
+    return " ".join("-" if value == 0 else str(value) for value in values if value >= 0)
+
+
+def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
+    """A plan in the order in which it is carried out."""
+    for request_id in plan.finished:
+        yield f"finished {request_id}"
+    for admission in plan.admissions:
+        yield f"admit {admission.request_id} hit={admission.device_hit_tokens}"
+    for group_id, block_ids in zip(group_ids, plan.zero_blocks, strict=True):
+        if len(block_ids):
+            yield f"zero {group_id}: {_ids_of(block_ids.tolist())}"
+    for grant in plan.remote_prefills:
+        parts = zip(group_ids, grant.first_slots, grant.block_ids, strict=True)
+        blocks = " ".join(f"{group_id}@{slot}: {_ids_of(ids.tolist())}" for group_id, slot, ids in parts)
+        yield f"grant {grant.request_id} from={grant.from_token} {blocks}"
+    for handover in plan.handovers:
+        yield f"hand over {handover.request_id} token={handover.token}"
+    offset = 0
+    for row, request_id in enumerate(plan.request_ids):
+        begin, length = int(plan.begins[row]), int(plan.input_lengths[row])
+        kind = f"prefill of {plan.prefill_lengths[row]}" if row < plan.num_prefill_rows else "decode"
+        tokens = plan.token_ids[offset : offset + length].tolist()
+        offset += length
+        tables = " ".join(
+            f"{group_id}: {_ids_of(table[row].tolist())}"
+            for group_id, table in zip(group_ids, plan.block_tables, strict=True)
+        )
+        logits = " logits" if plan.logits_wanted[row] else ""
+        yield f"row {request_id} slot={plan.request_slots[row]} {kind} [{begin},{begin + length}){logits}"
+        yield f"  tokens {' '.join(map(str, tokens))} | {tables}"
+
+
+def _cases_of(text: str) -> Iterator[tuple[list[str], list[str], str]]:
+    """(prose, commands, expected answer) of each block of a transcript."""
+    for block in text.strip("\n").split("\n\n"):
+        lines = block.split("\n")
+        prose = [line for line in lines if line.startswith("#")]
+        rest = lines[len(prose) :]
+        if rest:
+            cut = rest.index(DASHES)
+            yield prose, rest[:cut], "\n".join(rest[cut + 1 :])
+        else:
+            yield prose, [], ""
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
+    player = Player()
+    blocks: list[str] = []
+    for prose, commands, expected in _cases_of(path.read_text()):
+        answer = player.play(commands) if commands else ""
+        blocks.append("\n".join([*prose, *commands, DASHES, answer] if commands else prose))
+        if "PDMESH_REWRITE_TRANSCRIPTS" not in os.environ:
+            assert answer == expected, f"after: {' / '.join(commands)}"
+    if "PDMESH_REWRITE_TRANSCRIPTS" in os.environ:
+        path.write_text("\n\n".join(blocks) + "\n")
+
+
+def test_there_are_transcripts_to_play() -> None:
+    assert {path.stem for path in TRANSCRIPTS} >= {"fused", "prefill_role", "decode_role", "packing_and_eviction"}

@@ -1,0 +1,93 @@
+"""What a configuration must satisfy before anything is built from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import scheduler_core as sc
+
+from .builders import full_group, scheduler_config
+
+
+def _config(**changes: Any) -> sc.SchedulerConfig:
+    fields: dict[str, Any] = {
+        "role": sc.Role.FUSED,
+        "prefix_granularity": 8,
+        "num_lcm_blocks": 4,
+        "max_batch_size": 2,
+        "token_budget": 16,
+        "cache_groups": [full_group()],
+    }
+    return sc.SchedulerConfig(**(fields | changes))
+
+
+def _group(**changes: Any) -> sc.CacheGroupConfig:
+    fields: dict[str, Any] = {
+        "group_id": "full",
+        "family": sc.Family.HISTORY,
+        "retention": sc.Retention.FULL_HISTORY,
+        "block_granularity": 4,
+    }
+    return sc.CacheGroupConfig(**(fields | changes))
+
+
+def test_a_sound_configuration_passes() -> None:
+    _config().validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefix_granularity": 0}, ["prefix_granularity", "1", "got 0"]),
+        ({"num_lcm_blocks": 0}, ["num_lcm_blocks", "got 0"]),
+        ({"max_batch_size": 0}, ["max_batch_size", "got 0"]),
+        ({"token_budget": -3}, ["token_budget", "got -3"]),
+        ({"max_ready_ungranted": 0}, ["max_ready_ungranted", "got 0"]),
+        ({"verify_width": 2}, ["verify_width", "got 2"]),
+        ({"overlap_depth": 1}, ["overlap_depth", "got 1"]),
+        ({"cache_groups": []}, ["cache_groups"]),
+        ({"cache_groups": [_group(), _group()]}, ['"full"', "twice"]),
+        ({"cache_groups": [_group(group_id="")]}, ["group_id"]),
+        ({"cache_groups": [_group(block_granularity=0)]}, ['"full"', "block_granularity", "got 0"]),
+        ({"cache_groups": [_group(block_granularity=3)]}, ['"full"', "block_granularity 3", "prefix_granularity 8"]),
+        ({"cache_groups": [_group(cache_blocks_per_lcm_block=0)]}, ["cache_blocks_per_lcm_block", "got 0"]),
+        ({"num_lcm_blocks": 2**30, "cache_groups": [_group(cache_blocks_per_lcm_block=8)]}, ["int32"]),
+        ({"cache_groups": [_group(shard_count=2)]}, ["shard_count", "got 2"]),
+        ({"cache_groups": [_group(family=sc.Family.STATE)]}, ["state", "not supported"]),
+        (
+            {"cache_groups": [_group(family=sc.Family.STATE, retention=sc.Retention.SLIDING_WINDOW)]},
+            ["state group", "sliding_window"],
+        ),
+        (
+            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4)]},
+            ["sliding_window", "not supported"],
+        ),
+        ({"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW)]}, ["sliding_window_tokens"]),
+        ({"cache_groups": [_group(sliding_window_tokens=4)]}, ["sliding_window_tokens"]),
+        ({"cache_groups": [_group(replayable=True)]}, ["replayable"]),
+    ],
+)
+def test_a_bad_configuration_is_refused_with_its_culprit(changes: dict[str, Any], words: list[str]) -> None:
+    config = _config(**changes)
+    with pytest.raises(sc.ConfigError) as refusal:
+        config.validate()
+    for word in words:
+        assert word in str(refusal.value)
+    with pytest.raises(sc.ConfigError):
+        sc.Scheduler(config)
+
+
+def test_there_is_no_default_configuration() -> None:
+    with pytest.raises(TypeError):
+        sc.SchedulerConfig()  # type: ignore[call-arg]
+
+
+def test_the_bound_of_a_request_is_what_the_pool_holds() -> None:
+    two_groups = [full_group("a", block_granularity=2), full_group("b", block_granularity=2)]
+    uneven = [full_group("a", block_granularity=2), full_group("b", block_granularity=1)]
+    packed = [full_group("a", block_granularity=2, cache_blocks_per_lcm_block=3)]
+    for groups, bound in ((two_groups, 8), (uneven, 5), (packed, 48)):
+        config = scheduler_config(prefix_granularity=2, num_lcm_blocks=8, cache_groups=groups)
+        assert sc.Scheduler(config).max_request_tokens == bound

@@ -1,0 +1,280 @@
+"""Random histories, checked after every step.
+
+The checks know nothing of how the core works; they read tables, plans and gauges. Every parent is empty, active, cached
+or quarantined; no two requests own a block unless it is a shared prefix; an admission secures everything a request can
+need or nothing; the same history gives the same plans; at rest every block is back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scheduler_core as sc
+
+from .builders import full_group, scheduler_config, spec
+
+GROUP_MIXES = (
+    [full_group("only", block_granularity=4)],
+    [full_group("packed", block_granularity=2, cache_blocks_per_lcm_block=3)],
+    [
+        full_group("coarse", block_granularity=4),
+        full_group("fine", block_granularity=1, cache_blocks_per_lcm_block=5),
+    ],
+)
+
+
+@dataclass(slots=True)
+class Owed:
+    tokens: int
+
+
+@dataclass(slots=True)
+class Driver:
+    """Plays a runtime with peers at random and keeps its own books."""
+
+    role: sc.Role
+    groups: list[sc.CacheGroupConfig]
+    chance: random.Random
+    num_lcm_blocks: int = 14
+    scheduler: sc.Scheduler = field(init=False)
+    lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    owed: dict[str, Owed] = field(default_factory=dict)
+    transferring: set[str] = field(default_factory=set)  # a peer reads or writes blocks of these
+    landed: set[str] = field(default_factory=set)  # these may finish
+    quarantined: set[str] = field(default_factory=set)
+    started: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    num_submitted: int = 0
+
+    def __post_init__(self) -> None:
+        config = scheduler_config(
+            self.role,
+            num_lcm_blocks=self.num_lcm_blocks,
+            max_batch_size=3,
+            token_budget=9,
+            cache_groups=self.groups,
+            max_ready_ungranted=3,
+        )
+        self.scheduler = sc.Scheduler(config)
+
+    def submit(self) -> None:
+        request_id = f"r{self.num_submitted}"
+        self.num_submitted += 1
+        stem = self.chance.choice((0, 0, 0, 500))
+        length = self.chance.randint(1, min(24, self.scheduler.max_request_tokens - 6))
+        max_new_tokens = self.chance.randint(0, 5)
+        local = self.role == sc.Role.DECODE and self.chance.random() < 0.25
+        tokens = range(stem, stem + length)
+        self.scheduler.submit([spec(request_id, tokens, max_new_tokens=max_new_tokens, local_prefill=local)])
+        self.lengths[request_id] = (length, max_new_tokens)
+        if self.role == sc.Role.DECODE and not local:
+            self.scheduler.advance([sc.ReadyEvent(request_id)])
+
+    def plan(self) -> None:
+        plan = self.scheduler.next_plan()
+        self.log.append(repr_of(plan))
+        self.check_plan(plan)
+        for row, request_id in enumerate(plan.request_ids):
+            assert request_id not in self.owed
+            self.owed[request_id] = Owed(int(plan.logits_wanted[row]))
+            if self.role == sc.Role.PREFILL:
+                self.transferring.add(request_id)
+        for grant in plan.remote_prefills:
+            self.transferring.add(grant.request_id)
+        for handover in plan.handovers:
+            self.landed.add(handover.request_id)
+        for request_id in plan.finished:
+            self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        del self.lengths[request_id]
+        self.owed.pop(request_id, None)
+        for names in (self.transferring, self.landed, self.quarantined):
+            names.discard(request_id)
+
+    def land_results(self) -> None:
+        events: list[sc.Event] = []
+        for request_id, owed in list(self.owed.items()):
+            events.append(sc.ResultEvent(request_id, [7] * owed.tokens))
+            if owed.tokens and self.role != sc.Role.PREFILL:
+                self.landed.add(request_id)
+        self.owed.clear()
+        self.scheduler.advance(events)
+
+    def finish_one(self) -> None:
+        candidates = sorted(self.landed - self.quarantined)
+        if candidates:
+            request_id = self.chance.choice(candidates)
+            handed_over = self.role == sc.Role.PREFILL
+            self.scheduler.advance([sc.HandedOverEvent(request_id) if handed_over else sc.FinishEvent(request_id)])
+            self.landed.discard(request_id)
+            self.transferring.discard(request_id)
+
+    def done_one(self) -> None:
+        candidates = sorted(self.transferring - self.quarantined)
+        if candidates and self.role == sc.Role.DECODE:
+            request_id = self.chance.choice(candidates)
+            self.scheduler.advance([sc.DoneEvent(request_id, 7)])
+            self.transferring.discard(request_id)
+            self.landed.add(request_id)
+
+    def grant_one(self) -> None:
+        if self.role == sc.Role.PREFILL and self.lengths:
+            self.scheduler.advance([sc.GrantedEvent(self.chance.choice(sorted(self.lengths)))])
+
+    def abort_one(self) -> None:
+        if self.lengths:
+            request_id = self.chance.choice(sorted(self.lengths))
+            failed = self.role != sc.Role.FUSED and request_id in self.transferring
+            self.scheduler.advance([sc.FailedEvent(request_id) if failed else sc.AbortEvent(request_id)])
+            self.owed.pop(request_id, None)
+            self.landed.discard(request_id)
+            if request_id in self.transferring:
+                self.quarantined.add(request_id)
+
+    def quiesce_one(self) -> None:
+        if self.quarantined:
+            request_id = self.chance.choice(sorted(self.quarantined))
+            self.scheduler.advance([sc.QuiescedEvent(request_id)])
+            self.quarantined.discard(request_id)
+            self.transferring.discard(request_id)
+
+    def repeat_late_events(self) -> None:
+        before = self.scheduler.describe()
+        events: list[sc.Event] = [sc.ResultEvent("gone", [1]), sc.AbortEvent("gone")]
+        if self.role != sc.Role.FUSED:
+            events += [sc.QuiescedEvent("gone"), sc.FailedEvent("gone")]
+        events += [sc.AbortEvent(request_id) for request_id in sorted(self.quarantined)]
+        self.scheduler.advance(events)
+        assert self.scheduler.describe() == before
+
+    def check_plan(self, plan: sc.Plan) -> None:
+        assert plan.num_rows <= 3
+        assert len(set(plan.request_ids)) == plan.num_rows
+        assert self.role == sc.Role.DECODE or int(plan.input_lengths.sum()) <= 9
+        slots = plan.request_slots.tolist()
+        assert len(set(slots)) == len(slots)
+        assert all(slot > 0 for slot in slots)
+        for zeroed in plan.zero_blocks:
+            assert len(set(zeroed.tolist())) == len(zeroed)
+        for row, request_id in enumerate(plan.request_ids):
+            end = int(plan.begins[row] + plan.input_lengths[row])
+            for group, table in zip(self.groups, plan.block_tables, strict=True):
+                covered = -(-end // group.block_granularity)
+                assert all(block_id > 0 for block_id in table[row][:covered].tolist()), request_id
+        if self.role == sc.Role.DECODE and plan.num_prefill_rows:
+            assert plan.num_rows == 1
+            assert not plan.remote_prefills
+        for admission in plan.admissions:
+            prompt_tokens, max_new_tokens = self.lengths[admission.request_id]
+            assert admission.device_hit_tokens < prompt_tokens
+            assert admission.device_hit_tokens % 4 == 0
+            reserve = 1 if self.role == sc.Role.PREFILL else max(max_new_tokens, 1)
+            tables = self.scheduler.block_tables(admission.request_id)
+            for group, slots_of_table in zip(self.groups, tables, strict=True):
+                assert len(slots_of_table) == -(-(prompt_tokens + reserve) // group.block_granularity)
+        self.started += [admission.request_id for admission in plan.admissions]
+
+    def check_state(self) -> None:
+        gauges = self.scheduler.capacity()
+        assert gauges.total_lcm_blocks == self.num_lcm_blocks
+        assert gauges.num_live_requests >= gauges.num_waiting + gauges.num_running
+        parents: Counter[int] = Counter()
+        active, quarantined = set(), set()
+        for index, group in enumerate(self.groups):
+            for request_id in self.live_ids():
+                for block_id in self.scheduler.block_tables(request_id)[index].tolist():
+                    if block_id:
+                        parent = (block_id - 1) // group.cache_blocks_per_lcm_block + 1
+                        parents[parent] |= 1 << index
+                        held_back = self.role == sc.Role.DECODE and request_id in self.quarantined
+                        (quarantined if held_back else active).add(parent)
+        assert all(groups.bit_count() == 1 for groups in parents.values()), "a parent serves one group"
+        assert gauges.quarantined_lcm_blocks == len(quarantined)
+        assert gauges.active_lcm_blocks == len(active - quarantined)
+        assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - len(active | quarantined)
+
+    def live_ids(self) -> list[str]:
+        return [line.split()[1] for line in self.scheduler.describe().splitlines() if line.startswith("request ")]
+
+    def come_to_rest(self) -> None:
+        self.scheduler.advance([sc.AbortEvent(request_id) for request_id in sorted(self.lengths)])
+        if self.role != sc.Role.FUSED:
+            self.scheduler.advance([sc.QuiescedEvent(request_id) for request_id in sorted(self.lengths)])
+        self.scheduler.next_plan()
+        gauges = self.scheduler.capacity()
+        assert (gauges.num_live_requests, gauges.active_lcm_blocks, gauges.quarantined_lcm_blocks) == (0, 0, 0)
+        assert self.scheduler.clear_cache()
+        assert self.scheduler.capacity().empty_lcm_blocks == self.num_lcm_blocks
+
+
+def repr_of(plan: sc.Plan) -> str:
+    grants = [(g.request_id, g.from_token, [ids.tolist() for ids in g.block_ids]) for g in plan.remote_prefills]
+    tables = [table.tolist() for table in plan.block_tables]
+    zeroed = [ids.tolist() for ids in plan.zero_blocks]
+    return repr((plan.request_ids, plan.token_ids.tolist(), tables, zeroed, grants, plan.finished))
+
+
+MOVES = (
+    Driver.submit,
+    Driver.submit,
+    Driver.plan,
+    Driver.plan,
+    Driver.plan,
+    Driver.land_results,
+    Driver.land_results,
+    Driver.finish_one,
+    Driver.done_one,
+    Driver.grant_one,
+    Driver.abort_one,
+    Driver.quiesce_one,
+    Driver.repeat_late_events,
+)
+
+
+def play(role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int) -> Driver:
+    driver = Driver(role=role, groups=groups, chance=random.Random(seed))
+    for _ in range(num_moves):
+        driver.chance.choice(MOVES)(driver)
+        driver.check_state()
+    return driver
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
+    groups=st.sampled_from(GROUP_MIXES),
+    seed=st.integers(0, 2**32),
+    num_moves=st.integers(1, 250),
+)
+def test_every_history_keeps_the_books_and_comes_to_rest(
+    role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int
+) -> None:
+    play(role, groups, seed, num_moves).come_to_rest()
+
+
+def test_equal_histories_give_equal_plans() -> None:
+    for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
+        logs = [play(role, GROUP_MIXES[2], 11, 300).log for _ in range(2)]
+        assert logs[0] == logs[1]
+        assert sum("r1" in line for line in logs[0]) > 0
+
+
+def test_requests_of_one_size_start_in_the_order_they_came() -> None:
+    scheduler = sc.Scheduler(scheduler_config(num_lcm_blocks=9, max_batch_size=3, token_budget=9))
+    names = [f"{(number * 7919) % 97:02d}" for number in range(40)]
+    scheduler.submit([spec(name, [int(name) * 10 + i for i in range(6)], max_new_tokens=3) for name in names])
+    started: list[str] = []
+    for _ in range(2000):
+        plan = scheduler.next_plan()
+        started += [admission.request_id for admission in plan.admissions]
+        pairs = zip(plan.request_ids, plan.logits_wanted.tolist(), strict=True)
+        scheduler.advance([sc.ResultEvent(request_id, [1] * wanted) for request_id, wanted in pairs])
+        complete = [line.split()[1] for line in scheduler.describe().splitlines() if "tokens=6+3" in line]
+        scheduler.advance([sc.FinishEvent(request_id) for request_id in complete])
+    assert started == names
