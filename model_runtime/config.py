@@ -1,0 +1,108 @@
+"""ModelConfig: the shape of one decoder-only model, whatever file it came from.
+
+Pure data: knows no file format, no tensor and no device. Readers of a format fill it in; models read it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Stretching of the low rotary frequencies. Raises ValueError naming the field.
+
+    Source: Llama 3.1 model card and the `llama3` rope type of config.json: wavelengths beyond
+    `original_max_position_tokens / low_freq_factor` are divided by `factor`, those below
+    `original_max_position_tokens / high_freq_factor` are kept, and the rest is interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive("rope_scaling.factor", self.factor)
+        _require_positive("rope_scaling.low_freq_factor", self.low_freq_factor)
+        _require_positive("rope_scaling.original_max_position_tokens", self.original_max_position_tokens)
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling.high_freq_factor {self.high_freq_factor} must be greater than "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeFrequencyDivisors:
+    """One divisor per rotary frequency, lowest dimension first: how a GGUF file stores any frequency scaling."""
+
+    divisors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for index, divisor in enumerate(self.divisors):
+            _require_positive(f"rope_scaling.divisors[{index}]", divisor)
+
+
+RopeScaling = Llama3RopeScaling | RopeFrequencyDivisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a model; `architecture` is a key of the registry.
+
+    Raises ValueError naming the field and its value.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_tokens: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("num_layers", self.num_layers),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_size),
+            ("max_position_tokens", self.max_position_tokens),
+            ("rope_theta", self.rope_theta),
+            ("rms_norm_eps", self.rms_norm_eps),
+        ):
+            _require_positive(name, value)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        self._check_rope_scaling()
+        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"special token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    def _check_rope_scaling(self) -> None:
+        scaling, num_frequencies = self.rope_scaling, self.head_dim // 2
+        if isinstance(scaling, RopeFrequencyDivisors) and len(scaling.divisors) != num_frequencies:
+            raise ValueError(
+                f"rope_scaling has {len(scaling.divisors)} divisors, head_dim {self.head_dim} has "
+                f"{num_frequencies} frequencies"
+            )
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be positive and finite, got {value}")

@@ -1,0 +1,18 @@
+"""Every failure of loading or configuring a model. Knows nothing about RPC: the node maps each class to a status."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """Base of the failures raised by model_runtime."""
+
+
+class CheckpointError(ModelError):
+    """A model file that is missing, corrupt, incomplete or of an unknown kind; names the tensor or key and both values.
+
+    Raised before any weight or cache memory is allocated.
+    """
+
+
+class UnsupportedDtypeError(ModelError, ValueError):
+    """A compute dtype for which the device has no kernels; names the dtype and those it has."""

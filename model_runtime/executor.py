@@ -1,0 +1,153 @@
+"""ModelExecutor: carries out scheduler plans on one device, from block ids to sampled tokens.
+
+Owns the arena, the model and the mapping. Keeps nothing of a request between two plans: what a request has computed is
+in the arena, and where it lies there is in the plan. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cache_runtime.arena import CacheArena
+from cache_runtime.device import CpuDevice
+from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
+from cache_runtime.layer_binding import bind_cache_groups
+from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
+from cache_runtime.mapping.router import CacheGroupRouter
+from cache_runtime.pools.kv_pool import KvPool
+from cache_runtime.recipes.plan import CacheMemoryPlan
+from model_runtime.checkpoint import Checkpoint
+from model_runtime.config import ModelConfig
+from model_runtime.forward_batch import ForwardBatch, TokenPlan
+from model_runtime.layers.attention import AttentionContext
+from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
+from model_runtime.sampler import SampledToken, SamplingParams, sample
+
+
+class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
+    """The part of a scheduler plan an executor carries out; `scheduler_core.Plan` is one."""
+
+    @property
+    def request_ids(self) -> Sequence[str]: ...
+    @property
+    def zero_blocks(self) -> Sequence[npt.NDArray[np.int32]]: ...
+
+
+class ModelExecutor:
+    """Recipe -> arena -> model -> binding -> router, then plans.
+
+    `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
+    None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
+    process. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
+    weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        memory_bytes: int,
+        prefix_granularity: int,
+        dtype: str = "float32",
+        kernel_page_size: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        family = find_family(checkpoint.config.architecture)
+        torch_dtype = compute_dtype(dtype)
+        num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
+        backend = cpu_backend(num_threads)
+        budget = CacheBudget(memory_bytes=memory_bytes, prefix_granularity=prefix_granularity, dtype=dtype)
+        setup = family.cache_recipe(checkpoint.config, budget).setup()
+        page_sizes = {
+            group.group_id: resolve_kernel_page_size(
+                backend.page_size_backend, block_granularity=group.block_granularity, override=kernel_page_size
+            )
+            for group in setup.plan.groups
+        }
+        # Torch's own threads spin between operations and would hold the cores that the native kernels' threads, and
+        # other nodes on this machine, need; what is left to torch is too small to share.
+        torch.set_num_threads(1)
+        self._config = checkpoint.config
+        self._stages = setup.producer_fields_by_step
+        self._kernels = backend.kernels
+        self._arena = CacheArena(setup.plan, CpuDevice())
+        self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
+        self._router = CacheGroupRouter(self._arena.contract, page_sizes)
+        with torch.inference_mode():
+            self._model = family.build(checkpoint.config, checkpoint.source, torch_dtype, backend.kernels)
+        bind_cache_groups(self._model.attention_layers, setup.plan)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def arena(self) -> CacheArena:
+        return self._arena
+
+    @property
+    def plan(self) -> CacheMemoryPlan:
+        return self._arena.plan
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Field ids by stage; `on_stage(i)` means that the rows of `stages[i]` are in the arena."""
+        return self._stages
+
+    def zero_blocks(self, plan: ExecutablePlan) -> None:
+        """Clears the blocks the plan has freshly acquired; before anything else of the plan touches the arena.
+
+        Raises BlockIdError before any byte of the group concerned changes.
+        """
+        for group, block_ids in zip(self._arena.contract.groups, plan.zero_blocks, strict=True):
+            self._arena.zero_blocks(group.group_id, block_ids)
+
+    def execute(
+        self,
+        plan: ExecutablePlan,
+        sampling: Mapping[str, SamplingParams],
+        on_stage: Callable[[int], None] | None = None,
+    ) -> tuple[SampledToken | None, ...]:
+        """One forward of all rows; one entry per row, None where the plan wants no logits.
+
+        `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
+        right after layer i's rows of this forward are in the arena. Raises BatchContractError or ValueError, before the
+        arena is touched, for a plan that contradicts the arena's contract; LogitsError when the model breaks down.
+        """
+        with torch.inference_mode():
+            metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
+            batch = ForwardBatch.from_plan(plan, metadata)
+            params = _sampling_by_logit_row(plan, batch, sampling)
+            context = AttentionContext(
+                batch=batch,
+                routed=self._router.route(metadata),
+                pool=self._pool,
+                kernels=self._kernels,
+                on_stored=_ignore_stage if on_stage is None else on_stage,
+            )
+            logits = self._model.forward(batch, context).numpy()
+        sampled: list[SampledToken | None] = [None] * metadata.num_rows
+        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
+            position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
+            sampled[row] = sample(row_logits, row_params, position)
+        return tuple(sampled)
+
+
+def _ignore_stage(_: int) -> None:
+    return
+
+
+def _sampling_by_logit_row(
+    plan: ExecutablePlan, batch: ForwardBatch, sampling: Mapping[str, SamplingParams]
+) -> list[SamplingParams]:
+    request_ids = [plan.request_ids[row] for row in batch.logit_rows.tolist()]
+    for request_id in request_ids:
+        if request_id not in sampling:
+            raise ValueError(f'request "{request_id}" has a row that wants logits, but no sampling parameters')
+    return [sampling[request_id] for request_id in request_ids]

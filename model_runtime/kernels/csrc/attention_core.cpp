@@ -1,0 +1,243 @@
+// Compiled once per instruction set; PDMESH_LANES floats fill one vector register.
+//
+// Numerics: float32 throughout. A score is a dot product accumulated per lane over the head dimension and
+// then summed over lanes by a fixed tree; the softmax runs online over steps of kKeysPerStep keys. Source:
+// Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+#include "attention_core.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lanes.h"
+
+namespace pdmesh::kernels::PDMESH_VARIANT {
+namespace {
+
+constexpr int kQueriesPerGroup = kLanes == 16 ? 4 : 2;  // as many as the registers hold next to their sums
+constexpr int kVectorsPerSlice = 4;
+constexpr int kPaddingFloats =
+    16;  // of a head, equal for every variant so that scratch_floats has one answer
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+int padded_head_dim(int head_dim) {
+  return (head_dim + kPaddingFloats - 1) / kPaddingFloats * kPaddingFloats;
+}
+
+// ---- one step of keys ----
+
+struct KeyStep {
+  const float* key_rows[kKeysPerStep];
+  const float* value_rows[kKeysPerStep];
+  int num_keys = 0;
+};
+
+// Running state of the tile's queries, one entry per (token, head of the group).
+struct QueryState {
+  float* query;   // [num_queries, padded]
+  float* output;  // [num_queries, padded], not yet divided by the sum
+  float* max;
+  float* sum;
+  float* weights;  // [kQueriesPerGroup, kKeysPerStep]
+  float* packed;   // [2, kKeysPerStep, padded]
+  int padded = 0;
+};
+
+QueryState lay_out(float* scratch, int num_group_heads, int head_dim) {
+  const int num_queries = kTokensPerTile * num_group_heads;
+  QueryState state{};
+  state.padded = padded_head_dim(head_dim);
+  state.query = scratch;
+  state.output = state.query + num_queries * state.padded;
+  state.packed = state.output + num_queries * state.padded;
+  state.weights = state.packed + 2 * kKeysPerStep * state.padded;
+  state.max = state.weights + 4 * kKeysPerStep;
+  state.sum = state.max + num_queries;
+  return state;
+}
+
+void load_queries(const AttentionTile& tile, const QueryState& state) {
+  for (int token = 0; token < tile.num_tokens; ++token) {
+    for (int head = 0; head < tile.num_group_heads; ++head) {
+      const int index = token * tile.num_group_heads + head;
+      const float* from = tile.query + token * tile.query_token_stride + head * tile.head_dim;
+      float* to = state.query + index * state.padded;
+      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] * tile.scale;
+      std::fill(to + tile.head_dim, to + state.padded, 0.0F);
+      std::fill_n(state.output + index * state.padded, state.padded, 0.0F);
+      state.max[index] = kNegativeInfinity;
+      state.sum[index] = 0.0F;
+    }
+  }
+}
+
+const float* pack_row(const float* from, float* to, int head_dim, int padded) {
+  std::copy_n(from, head_dim, to);
+  std::fill(to + head_dim, to + padded, 0.0F);
+  return to;
+}
+
+// Rows past num_keys repeat the last one, so that whole vectors of keys can be scored without a branch.
+KeyStep find_rows(const AttentionTile& tile, const QueryState& state, int first_key, int num_keys) {
+  KeyStep step;
+  step.num_keys = num_keys;
+  int slot = first_key / tile.page_tokens;
+  int token = first_key % tile.page_tokens;
+  for (int j = 0; j < num_keys; ++j) {
+    const std::int64_t page = tile.page_table[slot];
+    step.key_rows[j] = tile.key.base + page * tile.key.page_stride + token * tile.key.token_stride;
+    step.value_rows[j] = tile.value.base + page * tile.value.page_stride + token * tile.value.token_stride;
+    if (++token == tile.page_tokens) {
+      token = 0;
+      ++slot;
+    }
+  }
+  std::fill(step.key_rows + num_keys, step.key_rows + kKeysPerStep, step.key_rows[num_keys - 1]);
+  std::fill(step.value_rows + num_keys, step.value_rows + kKeysPerStep, step.value_rows[num_keys - 1]);
+  if (tile.head_dim == state.padded) return step;
+  for (int j = 0; j < kKeysPerStep; ++j) {
+    float* key = state.packed + j * state.padded;
+    float* value = key + kKeysPerStep * state.padded;
+    step.key_rows[j] = pack_row(step.key_rows[j], key, tile.head_dim, state.padded);
+    step.value_rows[j] = pack_row(step.value_rows[j], value, tile.head_dim, state.padded);
+  }
+  return step;
+}
+
+Vec score_keys(const float* query, const float* const* rows, int padded) {
+  Vec sums[kLanes] = {};
+  for (int d = 0; d < padded; d += kLanes) {
+    const Vec q = load(query + d);
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) sums[j] += q * load(rows[j] + d);
+  }
+  return sum_lanes(sums);
+}
+
+float largest(Vec v) {
+  float result = v[0];
+  for (int i = 1; i < kLanes; ++i) result = std::max(result, v[i]);
+  return result;
+}
+
+float total(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// Writes the unnormalised weights of the first num_visible keys (zeros behind them), updates the running
+// maximum and sum, and scales what the query has gathered so far to the new maximum.
+void weigh_keys(const QueryState& state, int index, const KeyStep& step, int num_visible, float* weights) {
+  Vec best = broadcast(kNegativeInfinity);
+  const int num_scored = (num_visible + kLanes - 1) / kLanes * kLanes;
+  for (int j = 0; j < num_scored; j += kLanes) {
+    Vec scores = score_keys(state.query + index * state.padded, step.key_rows + j, state.padded);
+    for (int i = num_visible - j; i < kLanes; ++i) scores[i] = kNegativeInfinity;
+    store(weights + j, scores);
+    best = scores > best ? scores : best;
+  }
+  const float old_max = state.max[index];
+  const float new_max = std::max(old_max, largest(best));
+  Vec sums = {};
+  for (int j = 0; j < num_scored; j += kLanes) {
+    const Vec weight = exp_nonpositive(load(weights + j) - new_max);
+    store(weights + j, weight);
+    sums += weight;
+  }
+  std::fill(weights + num_scored, weights + kKeysPerStep, 0.0F);
+  const float rescale = exp_nonpositive(old_max - new_max);
+  state.max[index] = new_max;
+  state.sum[index] = state.sum[index] * rescale + total(sums);
+  float* output = state.output + index * state.padded;
+  for (int d = 0; d < state.padded; d += kLanes) store(output + d, load(output + d) * rescale);
+}
+
+template <int kQueries>
+void gather_values(const QueryState& state, int index, const KeyStep& step, int num_keys) {
+  for (int d = 0; d < state.padded; d += kVectorsPerSlice * kLanes) {
+    const int num_vectors = std::min(kVectorsPerSlice, (state.padded - d) / kLanes);
+    float* output = state.output + index * state.padded + d;
+    if (num_vectors == kVectorsPerSlice) {
+      Vec sums[kQueries][kVectorsPerSlice];
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectorsPerSlice; ++v) sums[q][v] = load(output + q * state.padded + v * kLanes);
+      }
+      for (int j = 0; j < num_keys; ++j) {
+        const float* row = step.value_rows[j] + d;
+#pragma GCC unroll 4
+        for (int q = 0; q < kQueries; ++q) {
+          const float weight = state.weights[q * kKeysPerStep + j];
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectorsPerSlice; ++v) sums[q][v] += weight * load(row + v * kLanes);
+        }
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectorsPerSlice; ++v) store(output + q * state.padded + v * kLanes, sums[q][v]);
+      }
+      continue;
+    }
+    for (int q = 0; q < kQueries; ++q) {
+      for (int v = 0; v < num_vectors; ++v) {
+        Vec sum = load(output + q * state.padded + v * kLanes);
+        for (int j = 0; j < num_keys; ++j) {
+          sum += state.weights[q * kKeysPerStep + j] * load(step.value_rows[j] + d + v * kLanes);
+        }
+        store(output + q * state.padded + v * kLanes, sum);
+      }
+    }
+  }
+}
+
+void attend_step(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key) {
+  const int first_token = std::max(0, first_key - tile.first_position);
+  const int end = tile.num_tokens * tile.num_group_heads;
+  const auto num_visible = [&](int index) {
+    const int position = tile.first_position + index / tile.num_group_heads;
+    return std::min(step.num_keys, position + 1 - first_key);
+  };
+  int index = first_token * tile.num_group_heads;
+  for (; index + kQueriesPerGroup <= end; index += kQueriesPerGroup) {
+    for (int q = 0; q < kQueriesPerGroup; ++q) {
+      weigh_keys(state, index + q, step, num_visible(index + q), state.weights + q * kKeysPerStep);
+    }
+    gather_values<kQueriesPerGroup>(state, index, step, num_visible(index + kQueriesPerGroup - 1));
+  }
+  for (; index < end; ++index) {
+    weigh_keys(state, index, step, num_visible(index), state.weights);
+    gather_values<1>(state, index, step, num_visible(index));
+  }
+}
+
+void store_outputs(const AttentionTile& tile, const QueryState& state) {
+  for (int token = 0; token < tile.num_tokens; ++token) {
+    for (int head = 0; head < tile.num_group_heads; ++head) {
+      const int index = token * tile.num_group_heads + head;
+      const float* from = state.output + index * state.padded;
+      float* to = tile.output + token * tile.output_token_stride + head * tile.head_dim;
+      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] / state.sum[index];
+    }
+  }
+}
+
+}  // namespace
+
+void attend_tile(const AttentionTile& tile, float* scratch) {
+  const QueryState state = lay_out(scratch, tile.num_group_heads, tile.head_dim);
+  load_queries(tile, state);
+  const int end = tile.first_position + tile.num_tokens;
+  for (int first_key = 0; first_key < end; first_key += kKeysPerStep) {
+    const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
+    attend_step(tile, state, step, first_key);
+  }
+  store_outputs(tile, state);
+}
+
+}  // namespace pdmesh::kernels::PDMESH_VARIANT

@@ -1,0 +1,227 @@
+// Python face of the native kernels: checks shapes, releases the interpreter lock, forwards.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "elementwise.h"
+#include "instruction_set.h"
+#include "linear.h"
+#include "paged_attention.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pdmesh::kernels {
+namespace {
+
+using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+using MutableHeads = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using Pages = nb::ndarray<const float, nb::ndim<4>, nb::device::cpu>;
+using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using MutableMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using RowInts = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(std::string("paged attention: ") + message);
+}
+
+void require_linear(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(std::string("linear: ") + message);
+}
+
+void require_rows(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(std::string("rows: ") + message);
+}
+
+// A dimension of extent one may carry any stride.
+template <class Array>
+bool has_stride(const Array& array, std::size_t axis, std::int64_t stride) {
+  return array.shape(axis) == 1 || array.stride(axis) == stride;
+}
+
+int checked_num_threads(int num_threads) {
+  if (num_threads < 1) {
+    throw std::invalid_argument("num_threads must be at least 1, got " + std::to_string(num_threads));
+  }
+  return num_threads;
+}
+
+AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pages& value_pages,
+                            const Table& page_table, const RowInts& begins, const RowInts& lengths,
+                            const MutableHeads& output, float scale) {
+  const auto head_dim = static_cast<std::int64_t>(query.shape(2));
+  require(has_stride(query, 2, 1) && has_stride(query, 1, head_dim), "the heads of query must be contiguous");
+  require(has_stride(output, 2, 1) && has_stride(output, 1, head_dim),
+          "the heads of output must be contiguous");
+  for (std::size_t axis = 0; axis < 3; ++axis) {
+    require(query.shape(axis) == output.shape(axis), "output must have the shape of query");
+  }
+  for (std::size_t axis = 0; axis < 4; ++axis) {
+    require(key_pages.shape(axis) == value_pages.shape(axis),
+            "key_pages and value_pages must have one shape");
+  }
+  for (const Pages* pages : {&key_pages, &value_pages}) {
+    require(pages->shape(3) == query.shape(2), "query and cache must have one head_dim");
+    require(has_stride(*pages, 3, 1) && has_stride(*pages, 2, head_dim),
+            "the heads of a cache row must be contiguous");
+    require(pages->shape(1) > 0, "a page must hold at least one token");
+  }
+  require(begins.shape(0) == page_table.shape(0) && lengths.shape(0) == page_table.shape(0),
+          "page_table, begins and lengths must have one row count");
+
+  AttentionCall call;
+  call.query = query.data();
+  call.query_token_stride = query.stride(0);
+  call.output = output.data();
+  call.output_token_stride = output.stride(0);
+  call.key = key_pages.data();
+  call.key_page_stride = key_pages.stride(0);
+  call.key_token_stride = key_pages.stride(1);
+  call.value = value_pages.data();
+  call.value_page_stride = value_pages.stride(0);
+  call.value_token_stride = value_pages.stride(1);
+  call.page_table = page_table.data();
+  call.begins = begins.data();
+  call.lengths = lengths.data();
+  call.num_tokens = static_cast<std::int64_t>(query.shape(0));
+  call.num_rows = static_cast<std::int64_t>(page_table.shape(0));
+  call.max_pages = static_cast<std::int64_t>(page_table.shape(1));
+  call.num_pages = static_cast<std::int64_t>(key_pages.shape(0));
+  call.page_tokens = static_cast<std::int64_t>(key_pages.shape(1));
+  call.num_heads = static_cast<int>(query.shape(1));
+  call.num_kv_heads = static_cast<int>(key_pages.shape(2));
+  call.head_dim = static_cast<int>(head_dim);
+  call.scale = scale;
+  return call;
+}
+
+RowsTask describe_rows(const Matrix& input, const MutableMatrix& output, std::size_t width) {
+  require_rows(output.shape(0) == input.shape(0) && output.shape(1) == width, "output has the wrong shape");
+  require_rows(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
+  RowsTask task;
+  task.input = input.data();
+  task.input_stride = input.stride(0);
+  task.output = output.data();
+  task.output_stride = output.stride(0);
+  task.num_rows = static_cast<int>(input.shape(0));
+  task.width = static_cast<int>(width);
+  return task;
+}
+
+// The kernels of one model: an instruction set and the threads that run it. One call at a time.
+class CpuKernels {
+ public:
+  CpuKernels(int num_threads, std::string_view instruction_set)
+      : set_(choose_instruction_set(instruction_set)),
+        pool_(checked_num_threads(num_threads)),
+        attention_(set_.attend_tile, num_threads) {}
+
+  int num_threads() const { return pool_.num_threads(); }
+  std::string instruction_set() const { return set_.name; }
+
+  void attend(const Heads& query, const Pages& key_pages, const Pages& value_pages, const Table& page_table,
+              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale) {
+    const AttentionCall call =
+        describe_call(query, key_pages, value_pages, page_table, begins, lengths, output, scale);
+    const nb::gil_scoped_release unlocked;
+    attention_.attend(call, pool_);
+  }
+
+  void multiply(const Matrix& input, const Matrix& weight, const MutableMatrix& output) {
+    require_linear(input.shape(1) == weight.shape(1), "input and weight must have one depth");
+    require_linear(output.shape(0) == input.shape(0) && output.shape(1) == weight.shape(0),
+                   "output must have input's rows and weight's rows as columns");
+    require_linear(has_stride(input, 1, 1) && has_stride(weight, 1, 1) && has_stride(output, 1, 1),
+                   "the last axis must be contiguous");
+    LinearTile call;
+    call.input = input.data();
+    call.input_stride = input.stride(0);
+    call.weight = weight.data();
+    call.weight_stride = weight.stride(0);
+    call.output = output.data();
+    call.output_stride = output.stride(0);
+    call.num_rows = static_cast<int>(input.shape(0));
+    call.num_columns = static_cast<int>(weight.shape(0));
+    call.depth = static_cast<int>(input.shape(1));
+    const nb::gil_scoped_release unlocked;
+    kernels::multiply(pool_, set_.multiply_tile, call);
+  }
+
+  void rms_norm(const Matrix& input, const Vector& weight, float eps, const MutableMatrix& output) {
+    require_rows(weight.shape(0) == input.shape(1), "weight must be as wide as input");
+    const RowsTask task = describe_rows(input, output, input.shape(1));
+    const nb::gil_scoped_release unlocked;
+    for_slices(pool_, task, [&](int, const RowsTask& part) { set_.rms_norm(part, weight.data(), eps); });
+  }
+
+  void silu_multiply(const Matrix& input, const MutableMatrix& output) {
+    require_rows(input.shape(1) == 2 * output.shape(1), "input must be twice as wide as output");
+    const RowsTask task = describe_rows(input, output, output.shape(1));
+    const nb::gil_scoped_release unlocked;
+    for_slices(pool_, task, [&](int, const RowsTask& part) { set_.silu_multiply(part); });
+  }
+
+  void rotate(const Matrix& input, const Angles& cosines, const Angles& sines, const MutableMatrix& output) {
+    const auto half = static_cast<std::int64_t>(cosines.shape(1));
+    require_rows(half > 0 && input.shape(1) % (2 * cosines.shape(1)) == 0, "input must be whole heads wide");
+    require_rows(cosines.shape(0) == input.shape(0) && sines.shape(0) == input.shape(0) &&
+                     sines.shape(1) == cosines.shape(1),
+                 "cosines and sines must have one row per row of input");
+    require_rows(input.data() != output.data(), "output must not be input");
+    const RowsTask task = describe_rows(input, output, input.shape(1));
+    const nb::gil_scoped_release unlocked;
+    for_slices(pool_, task, [&](int first_row, const RowsTask& part) {
+      set_.rotate(part, static_cast<int>(2 * half), cosines.data() + first_row * half,
+                  sines.data() + first_row * half);
+    });
+  }
+
+ private:
+  InstructionSet set_;
+  WorkerPool pool_;
+  PagedAttention attention_;
+};
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const InstructionSet& set : runnable_instruction_sets()) names.emplace_back(set.name);
+  return names;
+}
+
+}  // namespace
+}  // namespace pdmesh::kernels
+
+NB_MODULE(_native, module) {
+  using pdmesh::kernels::CpuKernels;
+  module.doc() = "Native CPU kernels of model_runtime.";
+  nb::class_<CpuKernels>(module, "CpuKernels",
+                         "Float32 kernels with threads of their own; one call at a time.")
+      .def(nb::init<int, std::string_view>(), "num_threads"_a, "instruction_set"_a = "",
+           "The calling thread counts as one of num_threads; an empty instruction_set takes the best.")
+      .def_prop_ro("num_threads", &CpuKernels::num_threads)
+      .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
+      .def("attend", &CpuKernels::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
+           "value_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
+           "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a,
+           "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
+           "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows].")
+      .def("multiply", &CpuKernels::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
+           "output"_a.noconvert(),
+           "output float32[rows, columns] = input [rows, depth] times the transpose of weight [columns, "
+           "depth].")
+      .def("rms_norm", &CpuKernels::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "eps"_a,
+           "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
+      .def("silu_multiply", &CpuKernels::silu_multiply, "input"_a.noconvert(), "output"_a.noconvert(),
+           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
+      .def("rotate", &CpuKernels::rotate, "input"_a.noconvert(), "cosines"_a.noconvert(),
+           "sines"_a.noconvert(), "output"_a.noconvert(),
+           "input, output float32[rows, num_heads * head_dim]; cosines, sines float32[rows, head_dim / 2].");
+  module.def("instruction_sets", &pdmesh::kernels::instruction_sets, "What this CPU can run, best first.");
+}

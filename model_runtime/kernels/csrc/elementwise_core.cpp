@@ -1,0 +1,85 @@
+// Compiled once per instruction set. Rows are computed one by one in a fixed order, so a row's result does
+// not depend on the rows around it.
+#include "elementwise_core.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "lanes.h"
+
+namespace pdmesh::kernels::PDMESH_VARIANT {
+namespace {
+
+Vec load_some(const float* from, int count) {
+  if (count >= kLanes) return load(from);
+  Vec result = {};
+  for (int i = 0; i < count; ++i) result[i] = from[i];
+  return result;
+}
+
+void store_some(float* to, Vec value, int count) {
+  if (count >= kLanes) return store(to, value);
+  for (int i = 0; i < count; ++i) to[i] = value[i];
+}
+
+Vec sigmoid(Vec x) {
+  const Vec decayed = exp_nonpositive(x < Vec{} ? x : -x);
+  const Vec inverse = 1.0F / (1.0F + decayed);
+  return x < Vec{} ? decayed * inverse : inverse;
+}
+
+}  // namespace
+
+void rms_norm(const RowsTask& task, const float* weight, float eps) {
+  for (int row = 0; row < task.num_rows; ++row) {
+    const float* input = task.input + row * task.input_stride;
+    float* output = task.output + row * task.output_stride;
+    Vec squares = {};
+    for (int i = 0; i < task.width; i += kLanes) {
+      const Vec x = load_some(input + i, task.width - i);
+      squares += x * x;
+    }
+    const Vec parts[kLanes] = {squares};
+    const float inverse = 1.0F / std::sqrt(sum_lanes(parts)[0] / static_cast<float>(task.width) + eps);
+    for (int i = 0; i < task.width; i += kLanes) {
+      const int count = task.width - i;
+      store_some(output + i, load_some(input + i, count) * inverse * load_some(weight + i, count), count);
+    }
+  }
+}
+
+void silu_multiply(const RowsTask& task) {
+  for (int row = 0; row < task.num_rows; ++row) {
+    const float* gate = task.input + row * task.input_stride;
+    const float* up = gate + task.width;
+    float* output = task.output + row * task.output_stride;
+    for (int i = 0; i < task.width; i += kLanes) {
+      const int count = task.width - i;
+      const Vec x = load_some(gate + i, count);
+      store_some(output + i, x * sigmoid(x) * load_some(up + i, count), count);
+    }
+  }
+}
+
+void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines) {
+  const int half = head_dim / 2;
+  for (int row = 0; row < task.num_rows; ++row) {
+    const float* cosine = cosines + static_cast<std::int64_t>(row) * half;
+    const float* sine = sines + static_cast<std::int64_t>(row) * half;
+    for (int head = 0; head < task.width; head += head_dim) {
+      const float* input = task.input + row * task.input_stride + head;
+      float* output = task.output + row * task.output_stride + head;
+      for (int i = 0; i < half; i += kLanes) {
+        const int count = half - i;
+        const Vec first = load_some(input + i, count);
+        const Vec second = load_some(input + half + i, count);
+        const Vec c = load_some(cosine + i, count);
+        const Vec s = load_some(sine + i, count);
+        store_some(output + i, first * c - second * s, count);
+        store_some(output + half + i, second * c + first * s, count);
+      }
+    }
+  }
+}
+
+}  // namespace pdmesh::kernels::PDMESH_VARIANT

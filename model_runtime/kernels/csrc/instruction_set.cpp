@@ -1,0 +1,35 @@
+#include "instruction_set.h"
+
+#include <stdexcept>
+
+namespace pdmesh::kernels {
+
+std::vector<InstructionSet> runnable_instruction_sets() {
+  std::vector<InstructionSet> found;
+#ifdef PDMESH_HAS_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("fma")) {
+    found.push_back({"avx512", &avx512::attend_tile, &avx512::multiply_tile, &avx512::rms_norm,
+                     &avx512::silu_multiply, &avx512::rotate});
+  }
+#endif
+#ifdef PDMESH_HAS_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    found.push_back({"avx2", &avx2::attend_tile, &avx2::multiply_tile, &avx2::rms_norm, &avx2::silu_multiply,
+                     &avx2::rotate});
+  }
+#endif
+  found.push_back({"baseline", &baseline::attend_tile, &baseline::multiply_tile, &baseline::rms_norm,
+                   &baseline::silu_multiply, &baseline::rotate});
+  return found;
+}
+
+InstructionSet choose_instruction_set(std::string_view name) {
+  for (const InstructionSet& set : runnable_instruction_sets()) {
+    if (name.empty() || name == set.name) return set;
+  }
+  throw std::invalid_argument("instruction set \"" + std::string(name) + "\" does not run on this CPU");
+}
+
+}  // namespace pdmesh::kernels

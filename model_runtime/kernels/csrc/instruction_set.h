@@ -1,0 +1,29 @@
+// The inner loops of one instruction set, and the choice among them at run time.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention_core.h"
+#include "elementwise_core.h"
+#include "linear_core.h"
+
+namespace pdmesh::kernels {
+
+struct InstructionSet {
+  const char* name;
+  AttentionCore attend_tile;
+  LinearCore multiply_tile;
+  RmsNormCore rms_norm;
+  SiluMultiplyCore silu_multiply;
+  RotateCore rotate;
+};
+
+// What this CPU can run, best first; never empty.
+std::vector<InstructionSet> runnable_instruction_sets();
+
+// The best for an empty name. Throws std::invalid_argument for one this CPU cannot run.
+InstructionSet choose_instruction_set(std::string_view name);
+
+}  // namespace pdmesh::kernels

@@ -1,0 +1,126 @@
+#include "paged_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+
+namespace pdmesh::kernels {
+namespace {
+
+// Below this many (query head, key) pairs waking a sleeping thread costs more than it saves.
+constexpr std::int64_t kMinPairsToShare = 4096;
+constexpr std::int64_t kAlignmentFloats = 16;
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw std::invalid_argument("paged attention: " + message);
+}
+
+}  // namespace
+
+std::int64_t scratch_floats(int num_group_heads, int head_dim) {
+  const std::int64_t padded = (head_dim + kAlignmentFloats - 1) / kAlignmentFloats * kAlignmentFloats;
+  const std::int64_t num_queries = static_cast<std::int64_t>(kTokensPerTile) * num_group_heads;
+  return 2 * num_queries * padded + 2 * kKeysPerStep * padded + 4 * kKeysPerStep + 2 * num_queries;
+}
+
+void AttentionCall::validate() const {
+  if (num_kv_heads < 1 || num_heads % num_kv_heads != 0) {
+    refuse("num_heads " + std::to_string(num_heads) + " is no multiple of num_kv_heads " +
+           std::to_string(num_kv_heads));
+  }
+  std::int64_t num_row_tokens = 0;
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    if (begins[row] < 0 || lengths[row] < 1) {
+      refuse("row " + std::to_string(row) + " has begin " + std::to_string(begins[row]) + " and length " +
+             std::to_string(lengths[row]));
+    }
+    num_row_tokens += lengths[row];
+    const std::int64_t end = static_cast<std::int64_t>(begins[row]) + lengths[row];
+    const std::int64_t pages = (end + page_tokens - 1) / page_tokens;
+    if (pages > max_pages) {
+      refuse("row " + std::to_string(row) + " needs " + std::to_string(pages) + " pages, its table has " +
+             std::to_string(max_pages));
+    }
+    for (std::int64_t index = 0; index < pages; ++index) {
+      const std::int32_t page = page_table[row * max_pages + index];
+      if (page < 0 || page >= num_pages) {
+        refuse("row " + std::to_string(row) + " names page " + std::to_string(page) + ", the cache has " +
+               std::to_string(num_pages));
+      }
+    }
+  }
+  if (num_row_tokens != num_tokens) {
+    refuse("lengths sum to " + std::to_string(num_row_tokens) + ", query has " + std::to_string(num_tokens) +
+           " tokens");
+  }
+}
+
+PagedAttention::PagedAttention(AttentionCore core, int num_threads)
+    : core_(core), scratch_(static_cast<std::size_t>(num_threads)) {}
+
+void PagedAttention::plan_items(const AttentionCall& call) {
+  items_.clear();
+  std::int64_t row_offset = 0;
+  for (std::int64_t row = 0; row < call.num_rows; ++row) {
+    // Late tiles see the most keys; handing them out first leaves small ones to even out the end.
+    const int num_tiles = (call.lengths[row] + kTokensPerTile - 1) / kTokensPerTile;
+    for (int tile = num_tiles - 1; tile >= 0; --tile) {
+      for (int kv_head = 0; kv_head < call.num_kv_heads; ++kv_head) {
+        items_.push_back({row, tile * kTokensPerTile, kv_head, row_offset});
+      }
+    }
+    row_offset += call.lengths[row];
+  }
+}
+
+void PagedAttention::attend_item(const AttentionCall& call, const Item& item, float* scratch) const {
+  const int group = call.num_heads / call.num_kv_heads;
+  const std::int64_t token = item.row_offset + item.first_token;
+  const std::int64_t head_offset = static_cast<std::int64_t>(item.kv_head) * group * call.head_dim;
+  const std::int64_t kv_offset = static_cast<std::int64_t>(item.kv_head) * call.head_dim;
+  AttentionTile tile;
+  tile.query = call.query + token * call.query_token_stride + head_offset;
+  tile.query_token_stride = call.query_token_stride;
+  tile.output = call.output + token * call.output_token_stride + head_offset;
+  tile.output_token_stride = call.output_token_stride;
+  tile.num_tokens = std::min(kTokensPerTile, call.lengths[item.row] - item.first_token);
+  tile.num_group_heads = group;
+  tile.head_dim = call.head_dim;
+  tile.first_position = call.begins[item.row] + item.first_token;
+  tile.scale = call.scale;
+  tile.key = {call.key + kv_offset, call.key_page_stride, call.key_token_stride};
+  tile.value = {call.value + kv_offset, call.value_page_stride, call.value_token_stride};
+  tile.page_table = call.page_table + item.row * call.max_pages;
+  tile.page_tokens = static_cast<int>(call.page_tokens);
+  core_(tile, scratch);
+}
+
+void PagedAttention::attend(const AttentionCall& call, WorkerPool& pool) {
+  call.validate();
+  plan_items(call);
+  std::int64_t num_pairs = 0;
+  for (std::int64_t row = 0; row < call.num_rows; ++row) {
+    num_pairs += static_cast<std::int64_t>(call.lengths[row]) * (call.begins[row] + call.lengths[row]);
+  }
+  const auto num_floats = static_cast<std::size_t>(
+      scratch_floats(call.num_heads / call.num_kv_heads, call.head_dim) + kAlignmentFloats);
+  std::atomic<std::size_t> next_item{0};
+  const auto drain = [&](int thread_index) {
+    std::vector<float>& scratch = scratch_[static_cast<std::size_t>(thread_index)];
+    if (scratch.size() < num_floats) scratch.resize(num_floats);
+    void* aligned = scratch.data();
+    std::size_t space = scratch.size() * sizeof(float);
+    std::align(kAlignmentFloats * sizeof(float), sizeof(float), aligned, space);
+    for (std::size_t index = next_item++; index < items_.size(); index = next_item++) {
+      attend_item(call, items_[index], static_cast<float*>(aligned));
+    }
+  };
+  if (num_pairs * call.num_heads < kMinPairsToShare) {
+    drain(0);
+  } else {
+    pool.run_on_all(drain);
+  }
+}
+
+}  // namespace pdmesh::kernels

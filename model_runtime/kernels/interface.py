@@ -1,0 +1,56 @@
+"""What the kernels of a device do, whatever it is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    """The operations a model leaves to its device. Every result row depends on its own request alone."""
+
+    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[rows, columns] = `input`[rows, depth] times the transpose of `weight`[columns, depth].
+
+        All float32 with a contiguous last axis. Raises ValueError, before anything is written, when shapes contradict
+        each other.
+        """
+
+    def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
+        """Writes `output` = `input`[rows, width] scaled to unit mean square per row, times `weight`[width].
+
+        Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+        """
+
+    def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[rows, width] = silu(gate) * up, where `input`[rows, 2 * width] is gate and up side by side.
+
+        Source: Shazeer 2020, "GLU variants improve transformer" (SwiGLU).
+        """
+
+    def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output` = `input`[rows, num_heads * head_dim], dimension i of each head turned with i + head_dim / 2.
+
+        `cosines`, `sines`: float32[rows, head_dim / 2]. Source: Su et al. 2021, "RoFormer", half-split as in Llama.
+        """
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        begins: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Causal grouped-query attention for every token of the batch, keys and values read through a page table.
+
+        `query`, `output`: float32[num_tokens, num_heads, head_dim], the tokens of all rows concatenated. `key_pages`,
+        `value_pages`: float32[num_pages, kernel_page_size, num_kv_heads, head_dim], already holding the batch's own
+        rows. `page_table`: int32[num_rows, max_pages]. `begins`, `lengths`: int32[num_rows]; token t of row r is at
+        position begins[r] + t and sees the positions up to its own. Raises ValueError, before anything is written,
+        when shapes, lengths or page ids contradict each other.
+        """

@@ -1,0 +1,61 @@
+"""The kernels in plain torch operations and float64: slow, obvious, and the oracle of the native ones."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+
+class ReferenceKernels:
+    """`Kernels` that gather each row's keys and values."""
+
+    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        output.copy_(input.double() @ weight.double().T)
+
+    def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
+        mean_square = input.double().square().mean(-1, keepdim=True)
+        output.copy_(input * torch.rsqrt(mean_square + eps) * weight)
+
+    def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        gate, up = input.double().chunk(2, dim=-1)
+        output.copy_(silu(gate) * up)
+
+    def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None:
+        heads = input.double().reshape(input.shape[0], -1, 2, cosines.shape[1])  # [rows, num_heads, 2, head_dim / 2]
+        first, second = heads.unbind(dim=2)
+        cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+        turned = torch.stack((first * cosines - second * sines, second * cosines + first * sines), dim=2)
+        output.copy_(turned.flatten(1))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        begins: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+        scale: float,
+    ) -> None:
+        end = 0
+        for row, (position, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            begin, end = end, end + length
+            pages = page_table[row].long()
+            num_keys = position + length
+            output[begin:end] = _attend_row(
+                query[begin:end],
+                key_pages[pages].flatten(0, 1)[:num_keys],
+                value_pages[pages].flatten(0, 1)[:num_keys],
+                scale,
+            )
+
+
+def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    num_tokens, num_keys = query.shape[0], keys.shape[0]
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (rows.double().repeat_interleave(group, dim=1) for rows in (keys, values))
+    scores = torch.einsum("thd,khd->htk", query.double(), keys) * scale  # [num_heads, tokens, keys]
+    visible = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(num_keys - num_tokens)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("htk,khd->thd", weights, values).to(query.dtype)

@@ -1,0 +1,66 @@
+"""The cache side of an attention layer: write this forward's rows, then attend over all of them.
+
+Reads and writes the arena through the mapping only: rows go to the router's write locations, history is read through
+its page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cache_runtime.layer_binding import PagedAttention
+from cache_runtime.mapping.router import RoutedBatch
+from cache_runtime.pools.kv_pool import KvPool
+from model_runtime.forward_batch import ForwardBatch
+from model_runtime.kernels.interface import Kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionContext:
+    """What the attention layers of one forward share. `on_stored(layer)` is told once a layer's rows are written."""
+
+    batch: ForwardBatch
+    routed: RoutedBatch
+    pool: KvPool
+    kernels: Kernels
+    on_stored: Callable[[int], None]
+
+
+class CachedAttention:
+    """One layer's attention over the paged cache. `declaration` is what the layer binding stamps with a cache group."""
+
+    def __init__(self, *, layer: int, num_kv_heads: int, head_dim: int) -> None:
+        self.declaration = PagedAttention(layer=layer)
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._scale = head_dim**-0.5
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """query [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim] -> shaped like query."""
+        layer, group_id = self.declaration.layer, self.declaration.group_id
+        locations = context.routed.write_locations(group_id)
+        key_rows, value_rows = context.pool.k_buffer(layer), context.pool.v_buffer(layer)
+        key_rows.index_copy_(0, locations, key)
+        value_rows.index_copy_(0, locations, value)
+        context.on_stored(layer)
+        page_tokens = context.routed.kernel_page_size(group_id)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        context.kernels.attend(
+            query,
+            self._pages(key_rows, page_tokens),
+            self._pages(value_rows, page_tokens),
+            context.routed.page_table(group_id),
+            context.batch.begins,
+            context.batch.lengths,
+            output,
+            self._scale,
+        )
+        return output
+
+    def _pages(self, rows: torch.Tensor, page_tokens: int) -> torch.Tensor:
+        return rows.view(-1, page_tokens, self._num_kv_heads, self._head_dim)

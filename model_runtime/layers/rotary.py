@@ -1,0 +1,62 @@
+"""Rotary position embedding in the half-split layout: dimension i turns with dimension i + head_dim / 2.
+
+Source: Su et al. 2021, "RoFormer"; the layout of transformers' Llama.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from model_runtime.config import Llama3RopeScaling, ModelConfig, RopeFrequencyDivisors
+from model_runtime.kernels.interface import Kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Angles:
+    """How far each token's heads turn: float32[num_tokens, head_dim / 2] each."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+class RotaryTable:
+    """Turns positions into the cosines and sines of one model's heads. Holds head_dim / 2 frequencies and no table."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = rotary_frequencies(config)  # [head_dim / 2]
+
+    def at(self, positions: torch.Tensor) -> Angles:
+        """Angles of int64[num_tokens] positions."""
+        angles = positions.float().unsqueeze(-1) * self._frequencies  # [tokens, head_dim / 2]
+        return Angles(cosines=angles.cos(), sines=angles.sin())
+
+
+def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
+    """float32[head_dim / 2] radians per position, scaling applied."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case RopeFrequencyDivisors(divisors=divisors):
+            return frequencies / torch.tensor(divisors)
+        case Llama3RopeScaling() as scaling:
+            return _stretch_low_frequencies(frequencies, scaling)
+
+
+def rotate(heads: torch.Tensor, angles: Angles, kernels: Kernels) -> torch.Tensor:
+    """[tokens, num_heads, head_dim] turned by the angles; the heads of a token are contiguous."""
+    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    kernels.rotate(heads.flatten(1), angles.cosines, angles.sines, turned.flatten(1))
+    return turned
+
+
+def _stretch_low_frequencies(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position_tokens / wavelengths  # full turns within the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)  # 0 for long wavelengths, 1 for short ones
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)

@@ -1,0 +1,152 @@
+"""The Llama family: dense pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
+
+Source: Touvron et al. 2023, "Llama 2"; tensor names and numerics of transformers' LlamaForCausalLM. Query, key and
+value projections are one product, and so are gate and up. T is tokens of the forward, L rows that want logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding
+
+from cache_runtime.layer_binding import PagedAttention
+from model_runtime.config import ModelConfig
+from model_runtime.forward_batch import ForwardBatch
+from model_runtime.kernels.interface import Kernels
+from model_runtime.layers.attention import AttentionContext, CachedAttention
+from model_runtime.layers.linear import Linear
+from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.rotary import Angles, RotaryTable, rotate
+from model_runtime.weights import Shape, TensorSource, read_stacked
+
+
+def llama_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
+    """Shape of every tensor of the family by canonical name."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (query, hidden),
+            prefix + "self_attn.k_proj.weight": (key_value, hidden),
+            prefix + "self_attn.v_proj.weight": (key_value, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, query),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "mlp.gate_proj.weight": (intermediate, hidden),
+            prefix + "mlp.up_proj.weight": (intermediate, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, intermediate),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerBuilder:
+    """What the layers of one model are built from: tensors of the source, on the kernels of the device."""
+
+    config: ModelConfig
+    source: TensorSource
+    dtype: torch.dtype
+    kernels: Kernels
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return read_stacked(self.source, (name,), self.dtype)
+
+    def norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
+
+    def linear(self, *names: str) -> Linear:
+        """One layer whose output is that of the named matrices side by side."""
+        return Linear(read_stacked(self.source, names, self.dtype), self.kernels)
+
+
+class LlamaAttention:
+    """Projections, rotation and attention of one layer."""
+
+    def __init__(self, layer: int, builder: LayerBuilder) -> None:
+        config, prefix = builder.config, f"model.layers.{layer}.self_attn."
+        self._kernels = builder.kernels
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._qkv = builder.linear(
+            *(f"{prefix}{name}_proj.weight" for name in "qkv")
+        )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
+        self.cached = CachedAttention(layer=layer, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+        num_rotated = self._num_heads + self._num_kv_heads
+        heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+        heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
+        rotated = rotate(heads[:, :num_rotated], angles, self._kernels)  # [T, num_heads + num_kv_heads, head_dim]
+        attended = self.cached(
+            rotated[:, : self._num_heads], rotated[:, self._num_heads :], heads[:, num_rotated:], context
+        )  # [T, num_heads, head_dim]
+        return self._output(attended.flatten(1))  # [T, hidden]
+
+
+class LlamaMlp:
+    """SiLU-gated feed-forward network of one layer."""
+
+    def __init__(self, layer: int, builder: LayerBuilder) -> None:
+        prefix = f"model.layers.{layer}.mlp."
+        self._kernels = builder.kernels
+        self._gate_up = builder.linear(
+            prefix + "gate_proj.weight", prefix + "up_proj.weight"
+        )  # [2 * intermediate, hidden]
+        self._down = builder.linear(prefix + "down_proj.weight")  # [hidden, intermediate]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate_up = self._gate_up(hidden)  # [T, 2 * intermediate]
+        gated = hidden.new_empty((hidden.shape[0], gate_up.shape[1] // 2))  # [T, intermediate]
+        self._kernels.silu_multiply(gate_up, gated)
+        return self._down(gated)  # [T, hidden]
+
+
+class LlamaLayer:
+    """One residual block: attention, then the MLP, each behind its norm."""
+
+    def __init__(self, layer: int, builder: LayerBuilder) -> None:
+        prefix = f"model.layers.{layer}."
+        self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
+        self._mlp_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
+        self.attention = LlamaAttention(layer, builder)
+        self._mlp = LlamaMlp(layer, builder)
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+        hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
+        return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
+
+
+class LlamaModel:
+    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
+        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+        self._rotary = RotaryTable(config)
+        self._embedding = builder.tensor("model.embed_tokens.weight")  # [vocab, hidden]
+        self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
+        self._norm = builder.norm("model.norm.weight")  # [hidden]
+        if config.tie_word_embeddings:
+            self._head = Linear(self._embedding, kernels)  # [vocab, hidden]
+        else:
+            self._head = builder.linear("lm_head.weight")  # [vocab, hidden]
+
+    @property
+    def attention_layers(self) -> tuple[PagedAttention, ...]:
+        return tuple(layer.attention.cached.declaration for layer in self._layers)
+
+    def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
+        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
+        angles = self._rotary.at(batch.positions)
+        hidden = embedding(batch.token_ids, self._embedding)  # [T, hidden]
+        for layer in self._layers:
+            hidden = layer(hidden, angles, context)
+        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+        return self._head(last)  # [L, vocab]

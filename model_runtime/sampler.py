@@ -1,0 +1,153 @@
+"""From logits to tokens: pure arithmetic on one row at a time.
+
+Knows no model, batch or request and keeps no state: the random number of a token is a function of the request's seed
+and the token's position, so a request samples the same tokens wherever and next to whomever it runs. Needs numpy only,
+so that a node without a compute library can check sampling parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from model_runtime.errors import ModelError
+
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probability one request can ask for."""
+
+_UINT64_MASK = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+Float32Row = npt.NDArray[np.float32]
+Float64Row = npt.NDArray[np.float64]
+
+
+class LogitsError(ModelError):
+    """A row of logits without a finite maximum: the forward pass broke down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request picks tokens. Raises ValueError naming the field, its value and the limit.
+
+    `temperature` 0 takes the most likely token. `top_k` keeps the k most likely tokens, then `top_p` the smallest set
+    of them with at least that mass. `num_logprobs` None reports no log-probabilities, n that of the token and of the
+    n most likely ones.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed <= _UINT64_MASK:
+            raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"num_logprobs must be in [0, {MAX_LOGPROBS}], got {self.num_logprobs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One picked token. Log-probabilities are natural and of the distribution before temperature and truncation.
+
+    `top_logprobs` holds (token id, log-probability), most likely first, lower id first among equals.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken:
+    """Picks the token at `position` of prompt and completion from logits float32[vocab_size].
+
+    Raises LogitsError when the logits have no finite maximum.
+    """
+    best = int(np.argmax(logits))  # the first of equals
+    if not math.isfinite(logits[best]):
+        raise LogitsError(f"logits at position {position} have the maximum {logits[best]} at token {best}")
+    greedy = params.temperature == 0.0 or params.top_k == 1
+    token_id = best if greedy else _draw(logits, params, position)
+    if params.num_logprobs is None:
+        return SampledToken(token_id=token_id)
+    logprobs = _log_softmax(logits)
+    top_ids = _most_likely(logprobs, params.num_logprobs)
+    return SampledToken(
+        token_id=token_id,
+        logprob=float(logprobs[token_id]),
+        top_logprobs=tuple((int(index), float(logprobs[index])) for index in top_ids),
+    )
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing else; 53 random bits.
+
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators": the SplitMix64 output
+    function, applied to the seed and then to the stream of that seed at index `position`.
+    """
+    state = (_mix(seed) + (position + 1) * _GOLDEN_GAMMA) & _UINT64_MASK
+    return float(_mix(state) >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
+    return value ^ (value >> 31)
+
+
+def _draw(logits: Float32Row, params: SamplingParams, position: int) -> int:
+    """Inverse of the cumulative distribution over the kept tokens in order of their ids."""
+    ids, weights = _kept_tokens(logits, params)
+    cumulative = np.cumsum(weights)
+    target = uniform(params.seed, position) * cumulative[-1]
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    # Rounding may put the target on the total itself; the last token with any weight is meant then.
+    last = int(np.flatnonzero(weights)[-1])
+    return int(ids[min(index, last)])
+
+
+def _kept_tokens(logits: Float32Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64], Float64Row]:
+    """Ids in ascending order, and their unnormalised probabilities."""
+    scaled = logits.astype(np.float64) / params.temperature
+    ids = np.arange(scaled.size)
+    if params.top_k is not None and params.top_k < scaled.size:
+        ids = np.sort(_most_likely(scaled, params.top_k))
+        scaled = scaled[ids]
+    weights = np.exp(scaled - scaled.max())
+    if params.top_p < 1.0:
+        nucleus = np.sort(_most_likely(weights, _nucleus_size(weights, params.top_p)))
+        ids, weights = ids[nucleus], weights[nucleus]
+    return ids, weights
+
+
+def _nucleus_size(weights: Float64Row, top_p: float) -> int:
+    descending = np.sort(weights)[::-1]
+    cumulative = np.cumsum(descending)
+    return min(int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1, weights.size)
+
+
+def _most_likely(values: Float64Row, count: int) -> npt.NDArray[np.int64]:
+    """Indices of the `count` largest values, largest first; among equals the lower index comes first and is kept."""
+    count = min(count, values.size)
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    threshold = np.partition(values, values.size - count)[values.size - count]
+    candidates = np.flatnonzero(values >= threshold)  # more than count only by ties at the threshold
+    order = np.argsort(-values[candidates], kind="stable")
+    return candidates[order[:count]]
+
+
+def _log_softmax(logits: Float32Row) -> Float64Row:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return shifted - math.log(float(np.exp(shifted).sum()))

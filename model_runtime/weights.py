@@ -1,0 +1,74 @@
+"""Where weights come from, and the check that a file holds exactly the tensors its model needs.
+
+Tensor names here are the canonical ones, which are those of a `transformers` Llama state dict; a source of another
+format maps them. Knows no model family and allocates nothing but what the caller asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from model_runtime.config import ModelConfig
+from model_runtime.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """One model on disk, opened and structurally sound; tensor data is read on demand."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def content_files(self) -> tuple[Path, ...]:
+        """The files that make up the model, in a stable order; their bytes are its identity."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of every tensor in the file by canonical name; names without a meaning here are kept as they are."""
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls the tensor, for messages."""
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        """Fill `destination`, which has the tensor's shape, converting to its dtype. Raises CheckpointError."""
+
+
+def check_tensors(source: TensorSource, needed: Mapping[str, Shape]) -> None:
+    """Raises CheckpointError naming the first tensor that is missing, of another shape, or not part of the model."""
+    found = source.shapes
+    for name, shape in needed.items():
+        if name not in found:
+            raise CheckpointError(
+                f'{source.path}: tensor "{source.stored_name(name)}" is missing, expected shape {list(shape)}'
+            )
+        if found[name] != shape:
+            raise CheckpointError(
+                f'{source.path}: tensor "{source.stored_name(name)}" has shape {list(found[name])}, '
+                f"expected {list(shape)}"
+            )
+    for name, shape in found.items():
+        if name not in needed:
+            raise CheckpointError(
+                f'{source.path}: tensor "{source.stored_name(name)}" of shape {list(shape)} is not part of a '
+                f"{source.config.architecture} model; computing without it would be wrong"
+            )
+
+
+def read_stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
+    """[sum of rows, columns]: matrices of equal width under one another, so that one product serves them all."""
+    shapes = [source.shapes[name] for name in names]
+    stacked = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype)
+    begin = 0
+    for name, shape in zip(names, shapes, strict=True):
+        source.read_into(name, stacked[begin : begin + shape[0]])
+        begin += shape[0]
+    return stacked

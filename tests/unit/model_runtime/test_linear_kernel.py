@@ -1,0 +1,74 @@
+"""The native linear kernel against the torch reference, in every instruction set this CPU runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_runtime.kernels import _native
+from model_runtime.kernels.reference import ReferenceKernels
+
+SHAPES = [(1, 1, 1), (1, 64, 48), (5, 33, 17), (6, 32, 64), (7, 3, 5), (16, 130, 576), (49, 40, 33), (100, 7, 200)]
+
+
+@pytest.fixture(params=_native.instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def multiply(kernels: _native.CpuKernels | ReferenceKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    output = torch.full((x.shape[0], weight.shape[0]), float("nan"))
+    kernels.multiply(x, weight, output)
+    return output
+
+
+def operands(num_rows: int, num_columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(num_rows, depth), torch.randn(num_columns, depth)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_match_the_reference(instruction_set: str, shape: tuple[int, int, int]) -> None:
+    x, weight = operands(*shape)
+    ours = multiply(_native.CpuKernels(1, instruction_set), x, weight)
+    assert torch.allclose(ours, multiply(ReferenceKernels(), x, weight), rtol=1e-5, atol=2e-5)
+
+
+def test_a_row_gets_the_same_bits_alone_in_a_batch_and_with_more_threads(instruction_set: str) -> None:
+    x, weight = operands(61, 300, 250)
+    together = multiply(_native.CpuKernels(1, instruction_set), x, weight)
+    assert torch.equal(multiply(_native.CpuKernels(3, instruction_set), x, weight), together)
+    for num_rows in (1, 2, 3, 5, 11, 17):
+        part = multiply(_native.CpuKernels(1, instruction_set), x[:num_rows], weight)
+        assert torch.equal(part, together[:num_rows]), num_rows
+
+
+def test_rows_of_a_wider_tensor_are_read_and_written_in_place(instruction_set: str) -> None:
+    x, weight = operands(9, 20, 32)
+    wide_input, wide_output = torch.randn(9, 50), torch.zeros(9, 40)
+    wide_input[:, 3:35] = x
+    kernels = _native.CpuKernels(1, instruction_set)
+    kernels.multiply(wide_input[:, 3:35], weight, wide_output[:, 10:30])
+    assert torch.equal(wide_output[:, 10:30], multiply(kernels, x, weight))
+    assert not bool(wide_output[:, :10].any())
+    assert not bool(wide_output[:, 30:].any())
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "output", "message"),
+    [
+        (torch.zeros(2, 8), torch.zeros(4, 9), torch.zeros(2, 4), "one depth"),
+        (torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(3, 4), "input's rows"),
+        (torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, 5), "weight's rows as columns"),
+        (torch.zeros(8, 2).T, torch.zeros(4, 8), torch.zeros(2, 4), "last axis must be contiguous"),
+    ],
+)
+def test_contradictory_operands_are_refused(
+    x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.CpuKernels(1).multiply(x, weight, output)
+
+
+def test_no_rows_are_no_work(instruction_set: str) -> None:
+    _native.CpuKernels(2, instruction_set).multiply(torch.zeros(0, 8), torch.zeros(400, 8), torch.zeros(0, 400))

@@ -1,0 +1,139 @@
+"""The sampler: what is kept, what is drawn, and that nothing but seed and position decides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from model_runtime.sampler import LogitsError, SamplingParams, sample, uniform
+
+
+def row(*probabilities: float) -> np.ndarray:
+    return np.log(np.array(probabilities)).astype(np.float32)
+
+
+def draw_many(logits: np.ndarray, params: SamplingParams, count: int = 4000) -> np.ndarray:
+    ids = [sample(logits, params, position).token_id for position in range(count)]
+    return np.bincount(ids, minlength=logits.size) / count
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    assert sample(np.array([0.0, 3.0, 3.0, 1.0], np.float32), SamplingParams(), 0).token_id == 1
+
+
+def test_top_k_one_is_greedy_at_any_temperature() -> None:
+    logits = np.array([0.0, 3.0, 3.0, 1.0], np.float32)
+    assert {sample(logits, SamplingParams(temperature=5.0, top_k=1), p).token_id for p in range(50)} == {1}
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    drawn = draw_many(row(0.5, 0.3, 0.2), SamplingParams(temperature=1.0))
+    assert np.abs(drawn - [0.5, 0.3, 0.2]).max() < 0.03
+
+
+def test_temperature_sharpens_the_distribution() -> None:
+    drawn = draw_many(row(0.5, 0.3, 0.2), SamplingParams(temperature=0.5))
+    expected = np.array([0.25, 0.09, 0.04]) / 0.38
+    assert np.abs(drawn - expected).max() < 0.03
+
+
+def test_top_k_keeps_the_most_likely_and_lower_ids_among_equals() -> None:
+    drawn = draw_many(row(0.1, 0.2, 0.2, 0.3, 0.2), SamplingParams(temperature=1.0, top_k=3))
+    assert np.flatnonzero(drawn).tolist() == [1, 2, 3]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
+    logits = row(0.05, 0.5, 0.15, 0.3)
+    assert np.flatnonzero(draw_many(logits, SamplingParams(temperature=1.0, top_p=0.4))).tolist() == [1]
+    assert np.flatnonzero(draw_many(logits, SamplingParams(temperature=1.0, top_p=0.7))).tolist() == [1, 3]
+    assert np.flatnonzero(draw_many(logits, SamplingParams(temperature=1.0, top_p=0.94))).tolist() == [1, 2, 3]
+
+
+def test_top_p_applies_to_what_top_k_left() -> None:
+    logits = row(0.1, 0.4, 0.2, 0.3)
+    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
+    assert np.flatnonzero(draw_many(logits, params)).tolist() == [1]
+
+
+def test_a_token_is_a_function_of_seed_and_position_alone() -> None:
+    logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    params = SamplingParams(temperature=1.0, seed=9)
+    forward = [sample(logits, params, position).token_id for position in range(20)]
+    backward = [sample(logits, params, position).token_id for position in reversed(range(20))]
+    assert forward == backward[::-1]
+    assert len(set(forward)) > 10
+    other = [sample(logits, SamplingParams(temperature=1.0, seed=10), position).token_id for position in range(20)]
+    assert other != forward
+
+
+def test_the_uniform_stream_is_pinned() -> None:
+    """A prefill and a decode node of different builds must continue one another's streams."""
+    assert [uniform(0, 0), uniform(0, 1), uniform(2**64 - 1, 7)] == [
+        0.8833108082136426,
+        0.43152799704850997,
+        0.7741445495399422,
+    ]
+
+
+def test_uniform_numbers_are_spread_over_seeds_and_positions() -> None:
+    for values in ([uniform(5, p) for p in range(4000)], [uniform(s, 5) for s in range(4000)]):
+        assert all(0 <= value < 1 for value in values)
+        counts, _ = np.histogram(values, bins=10, range=(0, 1))
+        assert counts.min() > 330
+        assert counts.max() < 470
+
+
+def test_a_token_with_zero_probability_is_never_drawn() -> None:
+    logits = np.array([-np.inf, 0.0, -np.inf, 0.0, -np.inf], np.float32)
+    drawn = draw_many(logits, SamplingParams(temperature=1.0))
+    assert np.flatnonzero(drawn).tolist() == [1, 3]
+
+
+def test_logprobs_are_of_the_raw_distribution_whatever_the_temperature() -> None:
+    logits = row(0.1, 0.4, 0.2, 0.3)
+    sampled = sample(logits, SamplingParams(temperature=0.1, top_k=1, num_logprobs=3), 0)
+    assert sampled.token_id == 1
+    assert sampled.logprob == pytest.approx(math.log(0.4), abs=1e-6)
+    assert [token for token, _ in sampled.top_logprobs] == [1, 3, 2]
+    assert [value for _, value in sampled.top_logprobs] == pytest.approx(np.log([0.4, 0.3, 0.2]), abs=1e-6)
+
+
+def test_zero_logprobs_reports_the_token_only_and_none_reports_nothing() -> None:
+    logits = row(0.9, 0.1)
+    assert sample(logits, SamplingParams(num_logprobs=0), 0).top_logprobs == ()
+    assert sample(logits, SamplingParams(num_logprobs=0), 0).logprob == pytest.approx(math.log(0.9), abs=1e-6)
+    assert sample(logits, SamplingParams(), 0).logprob is None
+
+
+def test_equal_logprobs_are_listed_by_id() -> None:
+    sampled = sample(np.zeros(6, np.float32), SamplingParams(num_logprobs=3), 0)
+    assert [token for token, _ in sampled.top_logprobs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_broken_logits_are_an_error_instead_of_a_token(bad: float) -> None:
+    with pytest.raises(LogitsError, match="position 3"):
+        sample(np.array([0.0, bad, 1.0], np.float32), SamplingParams(), 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("temperature", float("nan"), "at least 0"),
+        ("temperature", float("inf"), "finite"),
+        ("temperature", -0.5, "at least 0, got -0.5"),
+        ("top_k", 0, "at least 1, got 0"),
+        ("top_p", 0.0, r"\(0, 1\], got 0.0"),
+        ("top_p", 1.5, r"\(0, 1\], got 1.5"),
+        ("top_p", float("nan"), r"\(0, 1\]"),
+        ("seed", -1, r"\[0, 2\^64\), got -1"),
+        ("seed", 2**64, r"\[0, 2\^64\)"),
+        ("num_logprobs", -1, r"\[0, 20\], got -1"),
+        ("num_logprobs", 21, r"\[0, 20\], got 21"),
+    ],
+)
+def test_bad_parameters_are_refused_naming_field_and_limit(field: str, value: float, limit: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}.*{limit}"):
+        SamplingParams(**{field: value})
