@@ -47,6 +47,7 @@ class Driver:
     transferring: set[str] = field(default_factory=set)  # a peer reads or writes blocks of these
     landed: set[str] = field(default_factory=set)  # these may finish
     quarantined: set[str] = field(default_factory=set)
+    held: dict[str, list[set[int]]] = field(default_factory=dict)  # prefill role: blocks ever seen in a live table
     started: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     num_submitted: int = 0
@@ -94,6 +95,7 @@ class Driver:
     def forget(self, request_id: str) -> None:
         del self.lengths[request_id]
         self.owed.pop(request_id, None)
+        self.held.pop(request_id, None)
         for names in (self.transferring, self.landed, self.quarantined):
             names.discard(request_id)
 
@@ -188,7 +190,7 @@ class Driver:
         active, quarantined = set(), set()
         for index, group in enumerate(self.groups):
             for request_id in self.live_ids():
-                for block_id in self.scheduler.block_tables(request_id)[index].tolist():
+                for block_id in self.blocks_of(request_id)[index]:
                     if block_id:
                         parent = (block_id - 1) // group.cache_blocks_per_lcm_block + 1
                         parents[parent] |= 1 << index
@@ -198,6 +200,16 @@ class Driver:
         assert gauges.quarantined_lcm_blocks == len(quarantined)
         assert gauges.active_lcm_blocks == len(active - quarantined)
         assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - len(active | quarantined)
+
+    def blocks_of(self, request_id: str) -> list[set[int]]:
+        """Per group. On the prefill role a block stays taken to the end, also when its slot has a shared one by then."""
+        tables = [set(table.tolist()) for table in self.scheduler.block_tables(request_id)]
+        if self.role != sc.Role.PREFILL or not any(tables):
+            return tables
+        held = self.held.setdefault(request_id, [set() for _ in tables])
+        for ids, table in zip(held, tables, strict=True):
+            ids |= table
+        return held
 
     def live_ids(self) -> list[str]:
         return [line.split()[1] for line in self.scheduler.describe().splitlines() if line.startswith("request ")]

@@ -64,7 +64,11 @@ def test_a_prompt_shorter_than_a_block_needs_one_block() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [((1, 50), r"token 50 is outside \[0, 50\)"), ((-1, 3), "token -1"), (tuple(range(9)), "9 tokens given, at most 8")],
+    [
+        ((1, 50), r"token 50 is outside \[0, 50\)"),
+        ((-1, 3), "token -1"),
+        (tuple(range(9)), "9 tokens given, at most 8"),
+    ],
 )
 def test_a_prompt_outside_vocabulary_or_context_is_refused(tokens: tuple[int, ...], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):

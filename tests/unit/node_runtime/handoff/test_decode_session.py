@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.handoff_values import GROUPS, ID, OTHER_ID, done, failed, grant, quiesced, ready, start
 
+from model_runtime.sampler import SampledToken
 from node_runtime.errors import InternalError, InvalidRequest
 from node_runtime.handoff import states
 from node_runtime.handoff.events import (
@@ -27,6 +30,7 @@ from node_runtime.handoff.session import DecodeHandoff
 from node_runtime.handoff.states import DecodeState, Verdict
 
 DRAIN_BOUND_S = 5.0
+VOCAB_SIZE = 50
 
 ALLOCATED = Allocated(from_token=0, groups=GROUPS)
 CANCELLED = GaveUp(code=1, message="the client left")
@@ -49,7 +53,7 @@ WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
 
 
 def in_state(state: DecodeState) -> DecodeHandoff:
-    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S)
+    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, vocab_size=VOCAB_SIZE)
     for event in WAYS[state]:
         session.handle(event, 0.0)
     assert session.state is state
@@ -61,7 +65,7 @@ def kinds(actions: tuple[DecodeAction, ...]) -> list[type]:
 
 
 def test_a_good_handoff_sends_start_and_grant_and_ends_with_the_first_token() -> None:
-    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S)
+    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, vocab_size=VOCAB_SIZE)
     assert session.handle(Begin(), 0.0) == (Send(message=start()),)
     assert session.handle(ready(), 1.0) == (MarkReady(cached_tokens=4),)
     assert session.handle(ALLOCATED, 2.0) == (Send(message=grant()),)
@@ -76,7 +80,9 @@ def test_the_session_follows_its_table(state: DecodeState, kind: type) -> None:
     verdict = states.DECODE_TABLE[state][kind]
     match verdict:
         case Verdict.PEER_ERROR:
-            with pytest.raises(InvalidRequest, match=f"{kind.__name__} is not allowed while the handoff is {state.value}"):
+            with pytest.raises(
+                InvalidRequest, match=f"{kind.__name__} is not allowed while the handoff is {state.value}"
+            ):
                 session.handle(EVENTS[kind], 0.0)
             assert session.state is state
         case Verdict.LOCAL_ERROR:
@@ -172,3 +178,24 @@ def test_an_abort_is_sent_only_where_there_is_somebody_to_hear_it() -> None:
     assert Abort not in kinds(in_state(DecodeState.OPEN).handle(CANCELLED, 0.0))
     sent = in_state(DecodeState.GRANTED).handle(CANCELLED, 0.0)
     assert Send(message=Abort(handoff_id=ID, reason="the client left")) in sent
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "words"),
+    [
+        (DecodeState.GRANTED, replace(done(), first_token=SampledToken(token_id=50)), r"token 50 is outside \[0, 50\)"),
+        (
+            DecodeState.GRANTED,
+            replace(done(), transferred_blocks=1),
+            "transferred_blocks: 1 given, 2 blocks were granted",
+        ),
+        (DecodeState.STARTED, replace(ready(), cached_tokens=5), "cached_tokens: 5 given, less than 5"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_and_leave_the_handoff_where_it_was(
+    state: DecodeState, message: DecodeEvent, words: str
+) -> None:
+    session = in_state(state)
+    with pytest.raises(InvalidRequest, match=words):
+        session.handle(message, 0.0)
+    assert session.state is state

@@ -82,7 +82,9 @@ def test_the_session_follows_its_table(state: PrefillState, kind: type) -> None:
     verdict = states.PREFILL_TABLE[state][kind]
     match verdict:
         case Verdict.PEER_ERROR:
-            with pytest.raises(InvalidRequest, match=f"{kind.__name__} is not allowed while the handoff is {state.value}"):
+            with pytest.raises(
+                InvalidRequest, match=f"{kind.__name__} is not allowed while the handoff is {state.value}"
+            ):
                 session.handle(EVENTS[kind])
             assert session.state is state
         case Verdict.LOCAL_ERROR:

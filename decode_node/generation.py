@@ -1,0 +1,130 @@
+"""One request on a decode or fused node: what the engine reported about it, and the tokens not yet sent to the client.
+
+Lives on the event loop. It knows neither the wire nor the handoff protocol; a handoff registers for the grant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import (
+    GenerationEnded,
+    GrantOffered,
+    HandoverOffered,
+    PostEvents,
+    RequestAdmitted,
+    RequestFailed,
+    StopRule,
+    SubmitRequest,
+    TokenGenerated,
+    Update,
+)
+from node_runtime.errors import InternalError, NodeError
+from node_runtime.wire.decode import DecodeJob
+from scheduler_core import AbortEvent, RequestSpec
+
+if TYPE_CHECKING:
+    from model_runtime.sampler import SampledToken
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Monotonic seconds; None: has not happened."""
+
+    arrived_at_s: float
+    admitted_at_s: float | None = None
+    first_token_at_s: float | None = None
+    last_token_at_s: float | None = None
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    num_tokens: int = 0
+
+
+class Generation:
+    """One attempt to generate: a request of the engine under a name of its own."""
+
+    def __init__(self, *, engine_id: str, job: DecodeJob, engine: EngineLoop, measured: Measured) -> None:
+        """`engine_id` is unique for the life of the process."""
+        self.engine_id = engine_id
+        self._job = job
+        self._engine = engine
+        self._updates: asyncio.Queue[TokenGenerated | GenerationEnded | NodeError] = asyncio.Queue()
+        self._is_over = False
+        self.measured = measured
+        self.on_grant: Callable[[GrantOffered], None] | None = None
+        self.on_failure: Callable[[NodeError], None] | None = None
+
+    def submit(self) -> None:
+        """Hands the request to the engine: it prefills it at once (fused) or waits for the peer (decode)."""
+        job = self._job
+        spec = RequestSpec(
+            request_id=self.engine_id,
+            tokens=np.asarray(job.token_ids, dtype=np.int32),
+            max_new_tokens=job.max_tokens,
+            extra_keys=list(job.extra_keys),
+        )
+        stop = StopRule(max_new_tokens=job.max_tokens, stop_token_ids=job.stop_token_ids)
+        self._engine.post(SubmitRequest(spec=spec, sampling=job.sampling, stop=stop, sink=self._on_update))
+
+    def abort(self) -> None:
+        """Ends the request wherever it is. Without effect on one that is over."""
+        if not self._is_over:
+            self._is_over = True
+            self._engine.post(PostEvents(events=(AbortEvent(self.engine_id),)))
+
+    async def batches(self) -> AsyncIterator[tuple[tuple[SampledToken, ...], GenerationEnded | None]]:
+        """What has been generated since the last batch; the last one comes with the end. Raises NodeError."""
+        ended: GenerationEnded | None = None
+        while ended is None:
+            updates = [await self._updates.get()]
+            while not self._updates.empty():
+                updates.append(self._updates.get_nowait())
+            tokens = []
+            for update in updates:
+                match update:
+                    case TokenGenerated():
+                        tokens.append(update.token)
+                    case GenerationEnded():
+                        ended = update
+                    case _:
+                        raise update
+            yield tuple(tokens), ended
+
+    def _on_update(self, update: Update) -> None:
+        match update:
+            case RequestAdmitted():
+                self.measured.admitted_at_s = update.at_s
+                self.measured.device_hit_tokens = update.device_hit_tokens
+                self.measured.host_hit_tokens = update.host_hit_tokens
+                self.measured.storage_hit_tokens = update.storage_hit_tokens
+            case GrantOffered():
+                if self.on_grant is None:
+                    raise InternalError("a grant for a request without a handoff")
+                self.on_grant(update)
+            case TokenGenerated():
+                self._count(update)
+                self._updates.put_nowait(update)
+            case GenerationEnded():
+                self._is_over = True
+                self._updates.put_nowait(update)
+            case RequestFailed():
+                self._updates.put_nowait(update.error)
+                if self.on_failure is not None:
+                    self.on_failure(update.error)
+            case HandoverOffered():
+                raise InternalError("a handover does not belong to this role")
+            case _:
+                assert_never(update)
+
+    def _count(self, update: TokenGenerated) -> None:
+        self.measured.num_tokens += 1
+        self.measured.last_token_at_s = update.at_s
+        if self.measured.first_token_at_s is None:
+            self.measured.first_token_at_s = update.at_s

@@ -1,0 +1,254 @@
+"""The prefill nodes that this decode node takes its caches from, by address and incarnation.
+
+A peer is made by Bootstrap: the manifests must agree, and the data plane is proved by a nonce that the prefill node
+writes into a probe slot of ours. Configured addresses are connected to eagerly and watched; others when a request first
+names them. A failed handoff makes its peer suspect: the next use bootstraps again. Lives on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+from cache_runtime.transfer.placement import check_bridgeable, logical_differences
+from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.errors import IncompatiblePeer, NodeError, PeerUnavailable, TransferBroken
+from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+from node_runtime.rpc import Channel, connect
+from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
+
+_log = logging.getLogger(__name__)
+
+BOOTSTRAP_TIMEOUT_S = 10.0
+RETRY_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+# How often a configured peer that seems healthy is asked whether it still is the same process.
+WATCH_INTERVAL_S = 5.0
+_WATCH_TIMEOUT_S = 3.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillPeer:
+    """One incarnation of a prefill node, with a connection of its own."""
+
+    address: str
+    node_id: str
+    incarnation: int
+    channel: Channel
+    num_users: int = 0
+    is_retired: bool = False
+
+    async def release(self) -> None:
+        """Ends one use; the connection of a retired peer closes with its last."""
+        self.num_users -= 1
+        await self.close_if_unused()
+
+    async def close_if_unused(self) -> None:
+        if self.is_retired and self.num_users == 0:
+            await self.channel.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """What is known about one address."""
+
+    address: str
+    peer: PrefillPeer | None = None
+    detail: str = "not connected yet"
+    is_suspect: bool = False
+    is_watched: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.peer is not None and not self.is_suspect
+
+    def status(self) -> mesh_pb2.PeerStatus:
+        state = "ready" if self.is_ready else "suspect" if self.peer is not None else "connecting"
+        return mesh_pb2.PeerStatus(
+            node_id=self.peer.node_id if self.peer else "",
+            address=self.address,
+            incarnation=self.peer.incarnation if self.peer else 0,
+            state=state,
+            detail="" if self.is_ready else self.detail,
+        )
+
+
+class PrefillPeers:
+    """Registry of prefill nodes."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        incarnation: int,
+        manifest: PlacementManifest,
+        probes: ProbeBuffer,
+        max_message_bytes: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called whenever a peer may have become ready or ceased to be."""
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._manifest = manifest
+        self._probes = probes
+        self._max_message_bytes = max_message_bytes
+        self._on_change = on_change
+        self._entries: dict[str, _Entry] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def watch(self, addresses: Sequence[str]) -> None:
+        """Keeps connections to these addresses for the life of the node."""
+        for address in addresses:
+            entry = self._entries.setdefault(address, _Entry(address))
+            entry.is_watched = True
+            self._watchers.append(asyncio.create_task(self._keep_connected(entry), name=f"watch {address}"))
+
+    @property
+    def has_ready(self) -> bool:
+        return any(entry.is_ready for entry in self._entries.values())
+
+    def statuses(self) -> tuple[mesh_pb2.PeerStatus, ...]:
+        return tuple(entry.status() for entry in self._entries.values())
+
+    async def acquire(self, address: str) -> tuple[PrefillPeer, bool]:
+        """The peer at `address`, bootstrapped now unless it is ready; True when it was bootstrapped by this call.
+
+        The caller owes a `release`. Raises PeerUnavailable, IncompatiblePeer, or what the peer answered.
+        """
+        entry = self._entries.setdefault(address, _Entry(address))
+        try:
+            async with entry.lock:
+                if entry.peer is not None and entry.is_ready:
+                    entry.peer.num_users += 1
+                    return entry.peer, False
+                peer = await self._bootstrap(entry)
+                peer.num_users += 1
+                return peer, True
+        finally:
+            if entry.peer is None and not entry.is_watched and not entry.lock.locked():
+                # Names that clients make up must not pile up.
+                self._entries.pop(address, None)
+
+    def suspect(self, peer: PrefillPeer, reason: str) -> None:
+        """Bootstraps again before the next use of this address, unless that has happened already."""
+        entry = self._entries.get(peer.address)
+        if entry is None or entry.peer is not peer or entry.is_suspect:
+            return
+        _log.warning("prefill node %s at %s is suspect: %s", peer.node_id, peer.address, reason)
+        entry.is_suspect = True
+        entry.detail = reason
+        entry.changed.set()
+        self._on_change()
+
+    async def close(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for entry in self._entries.values():
+            if entry.peer is not None:
+                await entry.peer.channel.close()
+        self._entries.clear()
+
+    async def _bootstrap(self, entry: _Entry) -> PrefillPeer:
+        """Makes a new peer for the entry. The caller holds its lock. A fresh connection has no back-off to sit out."""
+        channel = connect(entry.address, max_message_bytes=self._max_message_bytes)
+        try:
+            response = await self._prove(channel)
+            self._check(entry.address, response)
+        except BaseException as error:
+            entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
+            await channel.close()
+            if isinstance(error, PeerUnavailable):
+                reason = f"the prefill node cannot be connected to: {error.reason}"
+                raise PeerUnavailable(error.address, reason) from None
+            raise
+        old, entry.peer = (
+            entry.peer,
+            PrefillPeer(
+                address=entry.address, node_id=response.node_id, incarnation=response.incarnation, channel=channel
+            ),
+        )
+        entry.is_suspect = False
+        entry.changed.set()
+        if old is not None:
+            old.is_retired = True
+            await old.close_if_unused()
+        _log.info("prefill node %s at %s is a peer", response.node_id, entry.address)
+        self._on_change()
+        return entry.peer
+
+    async def _prove(self, channel: Channel) -> prefill_pb2.BootstrapResponse:
+        """Bootstrap, with the nonce read back from our own memory."""
+        stub = channel.stub(prefill_pb2_grpc.PrefillStub)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        async with self._probes.slot() as slot:
+            request = prefill_pb2.BootstrapRequest(
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                manifest=manifest_to_proto(self._manifest),
+                nonce=nonce,
+                nonce_address=slot.address,
+            )
+            response = await channel.unary(stub.Bootstrap, request, timeout_s=BOOTSTRAP_TIMEOUT_S)
+            if slot.read() != nonce:
+                raise TransferBroken(
+                    f"prefill node at {channel.address} says that it wrote the nonce, but it did not arrive through "
+                    f"the data plane at {self._manifest.ranks[0].endpoint}"
+                )
+        return response
+
+    def _check(self, address: str, response: prefill_pb2.BootstrapResponse) -> None:
+        manifest = manifest_from_proto(response.manifest)
+        differences = logical_differences(
+            self._manifest.logical, manifest.logical, local_name="decode", peer_name="prefill"
+        ) or check_bridgeable(manifest, self._manifest)
+        if differences:
+            raise IncompatiblePeer(f"prefill node {response.node_id} at {address}", differences)
+
+    # Watching configured addresses.
+
+    async def _keep_connected(self, entry: _Entry) -> None:
+        num_failures = 0
+        while True:
+            entry.changed.clear()
+            if entry.is_ready:
+                num_failures = 0
+                await _wait(entry.changed, WATCH_INTERVAL_S)
+                await self._check_alive(entry)
+                continue
+            try:
+                async with entry.lock:
+                    if not entry.is_ready:
+                        await self._bootstrap(entry)
+            except NodeError as error:
+                if num_failures == 0:
+                    _log.warning("prefill node at %s: %s; trying on", entry.address, error)
+                backoff_s = RETRY_BACKOFF_S[min(num_failures, len(RETRY_BACKOFF_S) - 1)]
+                num_failures += 1
+                await _wait(entry.changed, backoff_s)
+
+    async def _check_alive(self, entry: _Entry) -> None:
+        peer = entry.peer
+        if peer is None or not entry.is_ready:
+            return
+        stub = peer.channel.stub(mesh_pb2_grpc.NodeStub)
+        try:
+            info = await peer.channel.unary(stub.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=_WATCH_TIMEOUT_S)
+        except NodeError as error:
+            self.suspect(peer, error.message)
+            return
+        if info.incarnation != peer.incarnation:
+            self.suspect(peer, "the prefill node was restarted")
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

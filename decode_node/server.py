@@ -1,0 +1,187 @@
+"""Composition root of decode and fused nodes: makes the parts, connects, starts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdmesh.v1 import decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc
+
+from decode_node.config import DecodeNodeConfig, FusedNodeConfig
+from decode_node.peers import PrefillPeers
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.service import DecodeLimits, DecodeService
+from node_runtime.clock import Clock, SystemClock
+from node_runtime.engine.core import ComputeCore
+from node_runtime.engine.delivery import deliver_on
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.node_info import describe_node
+from node_runtime.engine.reporter import ComputeReporter
+from node_runtime.handoff.probe import ProbeBuffer
+from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
+from node_runtime.rpc import NodeService, RpcServer, Telemetry
+from scheduler_core import Role
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Receiving:
+    """The parts that only a decode node has."""
+
+    peers: PrefillPeers
+    remote: RemotePrefill
+    addresses: tuple[str, ...]
+
+
+class DecodeNode:
+    """One decode or fused node. Made inside a running event loop, which it belongs to."""
+
+    def __init__(
+        self,
+        config: DecodeNodeConfig | FusedNodeConfig,
+        core: ComputeCore,
+        *,
+        telemetry: Telemetry,
+        on_fatal: Callable[[BaseException], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._telemetry = telemetry
+        self._clock = clock or SystemClock()
+        self._incarnation = secrets.randbits(64) or 1
+        self._is_draining = False
+        self._server = RpcServer(config)
+        self.engine = EngineLoop(
+            core.scheduler,
+            core.executor,
+            group_ids=core.group_ids,
+            clock=self._clock,
+            deliver=deliver_on(asyncio.get_running_loop()),
+            on_fatal=on_fatal,
+        )
+        self._receiving = self._make_receiving(config) if isinstance(config, DecodeNodeConfig) else None
+        self.service = DecodeService(
+            node_id=config.node_id,
+            model_name=core.facts.name,
+            limits=DecodeLimits(
+                vocab_size=core.facts.vocab_size,
+                context_tokens=core.facts.context_tokens,
+                max_request_tokens=core.scheduler.max_request_tokens,
+                max_waiting_requests=config.max_waiting_requests,
+            ),
+            engine=self.engine,
+            clock=self._clock,
+            telemetry=telemetry,
+            remote=self._receiving.remote if self._receiving else None,
+        )
+        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(self._make_reporter()))
+
+    @property
+    def address(self) -> str:
+        """host:port under which other nodes reach this one. Meaningful after `start`."""
+        return self._server.advertised_address
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can be served now. With no prefill node configured, the first request finds out."""
+        if self._is_draining:
+            return False
+        receiving = self._receiving
+        return receiving is None or not receiving.addresses or receiving.peers.has_ready
+
+    async def start(self) -> None:
+        """Listens and serves. Raises PortInUse or BadConfig."""
+        await self._server.start()
+        self.engine.start()
+        for line in self._core.describe():
+            _log.info("%s", line)
+        self._server.set_serving(self.is_ready)
+        if self._receiving is not None:
+            self._receiving.peers.watch(self._receiving.addresses)
+
+    async def stop(self) -> None:
+        """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
+        self._is_draining = True
+        await self._server.stop(self._config.drain_grace_s)
+        if self._receiving is not None:
+            await self._receiving.remote.close()
+            await self._receiving.peers.close()
+        await asyncio.to_thread(self.engine.stop)
+        if self._core.data_plane is not None:
+            self._core.data_plane.engine.close()
+
+    def _make_receiving(self, config: DecodeNodeConfig) -> _Receiving:
+        data_plane = self._core.require_data_plane()
+        probes = ProbeBuffer()
+        data_plane.engine.register(probes.base_address, probes.num_bytes)
+        peers = PrefillPeers(
+            node_id=config.node_id,
+            incarnation=self._incarnation,
+            manifest=data_plane.manifest,
+            probes=probes,
+            max_message_bytes=config.max_message_bytes,
+            on_change=self._update_health,
+        )
+        remote = RemotePrefill(
+            incarnation=self._incarnation,
+            peers=peers,
+            engine=self.engine,
+            clock=self._clock,
+            telemetry=self._telemetry,
+            drain_bound_s=data_plane.engine.drain_bound_s,
+            vocab_size=self._core.facts.vocab_size,
+        )
+        return _Receiving(peers=peers, remote=remote, addresses=config.prefill)
+
+    def _make_reporter(self) -> ComputeReporter:
+        receiving = self._receiving
+        role = mesh_pb2.NODE_ROLE_FUSED if receiving is None else mesh_pb2.NODE_ROLE_DECODE
+        return ComputeReporter(
+            info=describe_node(self._core, node_id=self._config.node_id, incarnation=self._incarnation, role=role),
+            engine=self.engine,
+            clear_cache=self._core.scheduler.clear_cache,
+            is_serving=lambda: self.is_ready,
+            num_handoffs=lambda: receiving.remote.num_handoffs if receiving else 0,
+            peers=lambda: receiving.peers.statuses() if receiving else (),
+        )
+
+    def _update_health(self) -> None:
+        """A peer may have come or gone."""
+        self._server.set_serving(self.is_ready)
+
+
+async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
+    """Runs a decode or fused node until it is told to stop. Returns the exit status."""
+    # Kept out of the module so that a node can be composed around other parts without the model code.
+    from node_runtime.engine.assembly import build_core
+
+    role = Role.DECODE if isinstance(config, DecodeNodeConfig) else Role.FUSED
+    telemetry = Telemetry.setup(f"pdmesh-{config.role_name}", config.node_id, config.otlp_endpoint)
+    stop_request = StopRequest()
+    nodes: list[DecodeNode] = []
+
+    async def start() -> None:
+        # Off the event loop, so that a signal is heard while the weights load.
+        core = await asyncio.to_thread(build_core, config, role)
+        node = DecodeNode(
+            config,
+            core,
+            telemetry=telemetry,
+            on_fatal=lambda error: stop_request.ask(f"the engine broke down: {error}", EXIT_FAILURE),
+        )
+        nodes.append(node)
+        await node.start()
+        announce_ready(role=config.role_name, node_id=config.node_id, address=node.address)
+
+    async def stop() -> None:
+        for node in nodes:
+            await node.stop()
+        await asyncio.to_thread(telemetry.shutdown)
+
+    return await run_until_stopped(start, stop, stop_request)

@@ -1,0 +1,242 @@
+"""The Decode service, of decode and fused nodes: validates, has the prompt computed, streams the tokens.
+
+Everything about a request is checked before anything is started anywhere. Whatever ends a call, the client leaving
+included, ends the request on every node. Lives on the event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pdmesh.v1 import decode_pb2
+
+from decode_node.generation import Generation, Measured
+from decode_node.receiver import IncomingHandoff, Received
+from decode_node.remote_prefill import RemotePrefill
+from node_runtime.clock import Clock
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import GenerationEnded
+from node_runtime.errors import DuplicateRequest, NoPrefillNode, QueueFull, RequestTooLarge
+from node_runtime.handoff.messages import HandoffTimings
+from node_runtime.log_context import bound_request_id
+from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names
+from node_runtime.wire.decode import DecodeJob, job_from_proto, tokens_to_proto
+from node_runtime.wire.outcome import CachedTokens, DecodeFinish, Timings, Usage, finish_to_proto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """What bounds one request and the queue of this node."""
+
+    vocab_size: int
+    context_tokens: int
+    max_request_tokens: int
+    max_waiting_requests: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    """A request of this node, from its validation to its last message."""
+
+    job: DecodeJob
+    measured: Measured
+    generation: Generation | None = None
+    handoff: IncomingHandoff | None = None
+    received: Received | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.measured.admitted_at_s is None
+
+
+class DecodeService:
+    """Servicer of pdmesh.v1.Decode."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        model_name: str,
+        limits: DecodeLimits,
+        engine: EngineLoop,
+        clock: Clock,
+        telemetry: Telemetry,
+        remote: RemotePrefill | None,
+    ) -> None:
+        """`remote` is None on a fused node, which computes prompts itself and ignores prefill addresses."""
+        self._node_id = node_id
+        self._model_name = model_name
+        self._limits = limits
+        self._engine = engine
+        self._clock = clock
+        self._telemetry = telemetry
+        self._remote = remote
+        self._live: dict[str, _Live] = {}
+        self._serials = itertools.count(1)
+
+    async def Generate(
+        self, request: decode_pb2.DecodeRequest, context: RpcContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        arrived_at_s = self._clock.now_s()
+        job = job_from_proto(
+            request,
+            vocab_size=self._limits.vocab_size,
+            context_tokens=self._limits.context_tokens,
+            seed_if_absent=secrets.randbits(63),
+        )
+        self._check(job)
+        with (
+            bound_request_id(job.request_id),
+            self._claim(job, arrived_at_s) as live,
+            self._telemetry.span(
+                span_names.SPAN_DECODE_REQUEST, kind=SpanKind.SERVER, attributes=self._attributes(job)
+            ) as span,
+        ):
+            try:
+                async for response in self._generate(live, context):
+                    yield response
+            finally:
+                if live.generation is not None:
+                    live.generation.abort()
+                self._record(span, live)
+
+    def _check(self, job: DecodeJob) -> None:
+        limits = self._limits
+        num_tokens = len(job.token_ids) + job.max_tokens
+        if num_tokens > limits.max_request_tokens:
+            raise RequestTooLarge(
+                f"token_ids and max_tokens: {len(job.token_ids)} + {job.max_tokens} tokens given, the arena of node "
+                f"{self._node_id} holds max_request_tokens={limits.max_request_tokens} for one request"
+            )
+        if self._remote is not None and job.prefill_address is None:
+            raise NoPrefillNode(f"prefill_address: empty, and decode node {self._node_id} computes no prompts itself")
+        if job.request_id in self._live:
+            raise DuplicateRequest(job.request_id)
+        num_waiting = sum(live.is_waiting for live in self._live.values())
+        if num_waiting >= limits.max_waiting_requests:
+            raise QueueFull(
+                f"{num_waiting} requests wait on node {self._node_id}, "
+                f"max_waiting_requests={limits.max_waiting_requests}"
+            )
+
+    @contextmanager
+    def _claim(self, job: DecodeJob, arrived_at_s: float) -> Iterator[_Live]:
+        live = self._live[job.request_id] = _Live(job=job, measured=Measured(arrived_at_s=arrived_at_s))
+        try:
+            yield live
+        finally:
+            del self._live[job.request_id]
+
+    async def _generate(self, live: _Live, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        generation = await self._start(live, context)
+        async for tokens, ended in generation.batches():
+            if tokens:
+                yield tokens_to_proto(tokens)
+            if ended is not None:
+                yield finish_to_proto(self._finish(live, ended))
+
+    async def _start(self, live: _Live, context: RpcContext) -> Generation:
+        """The request with its prompt computed or, on a fused node, queued."""
+
+        def make_generation() -> Generation:
+            live.generation = Generation(
+                engine_id=f"{live.job.request_id}#{next(self._serials)}",
+                job=live.job,
+                engine=self._engine,
+                measured=live.measured,
+            )
+            return live.generation
+
+        if self._remote is None or live.job.prefill_address is None:
+            generation = make_generation()
+            generation.submit()
+            return generation
+        generation, live.received, live.handoff = await self._remote.prefill(
+            live.job, live.job.prefill_address, make_generation, context.time_remaining_s()
+        )
+        return generation
+
+    # What the client and the trace are told.
+
+    def _finish(self, live: _Live, ended: GenerationEnded) -> DecodeFinish:
+        usage = Usage(
+            prompt_tokens=len(live.job.token_ids),
+            completion_tokens=live.measured.num_tokens,
+            cached=_cached_tokens(live),
+        )
+        return DecodeFinish(
+            reason=ended.reason, matched_token_id=ended.matched_token_id, usage=usage, timings=_timings(live)
+        )
+
+    def _attributes(self, job: DecodeJob) -> dict[str, str | int]:
+        return {
+            span_names.PDMESH_REQUEST_ID: job.request_id,
+            span_names.PDMESH_NODE_ID: self._node_id,
+            span_names.GEN_AI_REQUEST_MODEL: self._model_name,
+            span_names.GEN_AI_REQUEST_MAX_TOKENS: job.max_tokens,
+            span_names.GEN_AI_USAGE_INPUT_TOKENS: len(job.token_ids),
+        }
+
+    def _record(self, span: Span, live: _Live) -> None:
+        measured = live.measured
+        span.set(span_names.GEN_AI_USAGE_OUTPUT_TOKENS, measured.num_tokens)
+        span.set(span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE, measured.device_hit_tokens)
+        if live.received is not None:
+            span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, live.received.cached_tokens)
+        queued_at_s = measured.arrived_at_s if live.handoff is None else live.handoff.ready_at_s
+        self._record_phase(span, span_names.SPAN_DECODE_QUEUE, queued_at_s, measured.admitted_at_s)
+        if self._remote is None:
+            self._record_phase(span, span_names.SPAN_PREFILL_COMPUTE, measured.admitted_at_s, measured.first_token_at_s)
+        self._record_phase(span, span_names.SPAN_DECODE_GENERATE, measured.first_token_at_s, measured.last_token_at_s)
+
+    def _record_phase(self, span: Span, name: str, begin_s: float | None, end_s: float | None) -> None:
+        if begin_s is not None and end_s is not None:
+            clock = self._clock
+            self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context)
+
+
+def _cached_tokens(live: _Live) -> CachedTokens:
+    """Each prompt token counts once: those found on this node first, then those that only the prefill node had."""
+    measured = live.measured
+    own = measured.device_hit_tokens + measured.host_hit_tokens + measured.storage_hit_tokens
+    on_prefill_node = 0 if live.received is None else live.received.cached_tokens
+    return CachedTokens(
+        prefill_device=max(0, on_prefill_node - own),
+        decode_device=measured.device_hit_tokens,
+        host=measured.host_hit_tokens,
+        storage=measured.storage_hit_tokens,
+    )
+
+
+def _timings(live: _Live) -> Timings:
+    measured = live.measured
+    first, last = measured.first_token_at_s, measured.last_token_at_s
+    time_to_first_token_ms = _ms(measured.arrived_at_s, first)
+    if live.received is None:
+        return Timings(
+            prefill_queue_ms=_ms(measured.arrived_at_s, measured.admitted_at_s),
+            prefill_compute_ms=_ms(measured.admitted_at_s, first),
+            time_to_first_token_ms=time_to_first_token_ms,
+            decode_ms=_ms(first, last),
+        )
+    done = live.received.done
+    phases: HandoffTimings = done.timings
+    return Timings(
+        prefill_queue_ms=phases.queue_ms,
+        prefill_compute_ms=phases.compute_ms,
+        transfer_ms=phases.transfer_ms,
+        transfer_exposed_ms=phases.transfer_exposed_ms,
+        transferred_bytes=done.transferred_bytes,
+        transferred_runs=done.transferred_runs,
+        transferred_blocks=done.transferred_blocks,
+        time_to_first_token_ms=time_to_first_token_ms,
+        decode_ms=_ms(first, last),
+    )
+
+
+def _ms(begin_s: float | None, end_s: float | None) -> float:
+    return 0.0 if begin_s is None or end_s is None else max(0.0, (end_s - begin_s) * 1000.0)

@@ -1,0 +1,106 @@
+"""Builds the parts of a compute node from its configuration: checkpoint, executor, scheduler, data plane.
+
+Every fault of the configuration, the model file or the machine becomes BadConfig here, so that a node that cannot start
+says why in one line. Blocking: opens files, reads weights, allocates the arena.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cache_runtime.errors import CacheError
+from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.transfer import create_engine
+from cache_runtime.transfer.engine import DataPlaneError
+from cache_runtime.transfer.schema import ManifestError, build_manifest
+from model_runtime.checkpoint import Checkpoint, open_checkpoint
+from model_runtime.errors import ModelError
+from model_runtime.executor import ModelExecutor
+from node_runtime.config import ComputeNodeConfig
+from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
+from node_runtime.errors import BadConfig
+from scheduler_core import ConfigError, Role, Scheduler, SchedulerConfig
+
+
+def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: int = 64) -> ComputeCore:
+    """The real parts of a node. Raises BadConfig naming the culprit."""
+    try:
+        return _build(config, role, max_ready_ungranted)
+    except (ModelError, CacheError, ManifestError, DataPlaneError, ConfigError, ValueError) as error:
+        raise BadConfig(str(error)) from error
+
+
+def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
+    checkpoint = open_checkpoint(config.model)
+    executor = ModelExecutor(
+        checkpoint,
+        dtype=config.dtype,
+        memory_bytes=config.memory,
+        prefix_granularity=config.prefix_granularity,
+        kernel_page_size=config.kernel_page_size,
+        num_threads=config.num_threads,
+    )
+    contract = executor.arena.contract
+    scheduler_config = SchedulerConfig(
+        role=role,
+        prefix_granularity=contract.prefix_granularity,
+        num_lcm_blocks=contract.num_lcm_blocks,
+        max_batch_size=config.max_batch_size,
+        token_budget=config.token_budget,
+        cache_groups=pool_to_cache_groups(contract),
+        enable_prefix_cache=config.enable_prefix_cache,
+        max_ready_ungranted=max_ready_ungranted,
+    )
+    scheduler_config.validate()
+    fingerprint = checkpoint.fingerprint
+    return ComputeCore(
+        executor=executor,
+        scheduler=Scheduler(scheduler_config),
+        group_ids=tuple(contract.group_ids),
+        facts=_facts(config, checkpoint, executor, fingerprint),
+        data_plane=None if role is Role.FUSED else _data_plane(config, executor, fingerprint),
+    )
+
+
+def _data_plane(config: ComputeNodeConfig, executor: ModelExecutor, fingerprint: str) -> DataPlane:
+    engine = create_engine(
+        config.data_plane,
+        host=config.advertised_host(),
+        protocol=config.transfer_protocol,
+        device=config.rdma_device,
+    )
+    arena = executor.arena
+    engine.register(arena.base_address, arena.num_bytes)
+    manifest = build_manifest(
+        executor.plan,
+        stages=executor.stages,
+        model_fingerprint=fingerprint,
+        weight_version=config.weight_version,
+        arena_base=arena.base_address,
+        data_plane=engine.name,
+        endpoint=engine.endpoint,
+    )
+    return DataPlane(engine=engine, manifest=manifest)
+
+
+def _facts(config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str) -> ModelFacts:
+    context_tokens = executor.config.max_position_tokens
+    if config.max_model_len is not None:
+        if config.max_model_len > context_tokens:
+            raise BadConfig(
+                f"max_model_len={config.max_model_len} is above the model's context of {context_tokens} tokens"
+            )
+        context_tokens = config.max_model_len
+    return ModelFacts(
+        name=config.served_model_name or Path(config.model).stem,
+        path=str(checkpoint.path),
+        fingerprint=fingerprint,
+        vocab_size=executor.config.vocab_size,
+        context_tokens=context_tokens,
+        prefix_granularity=executor.plan.prefix_granularity,
+        arena_bytes=executor.arena.num_bytes,
+        num_lcm_blocks=executor.plan.num_lcm_blocks,
+        capacity_tokens=executor.plan.token_capacity,
+        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+    )

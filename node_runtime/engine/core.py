@@ -1,0 +1,70 @@
+"""What a compute node is made of below the network: executor, scheduler, data plane, and the facts about the model.
+
+A plain bundle, so that a node can be composed around other parts (see `assembly.py` for the real ones).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_runtime.transfer.engine import TransferEngine
+from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.config import format_size
+from node_runtime.engine.loop import Executor
+from node_runtime.errors import InternalError
+from scheduler_core import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What does not change while the node lives."""
+
+    name: str
+    path: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    prefix_granularity: int
+    arena_bytes: int
+    num_lcm_blocks: int
+    capacity_tokens: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlane:
+    """The engine that moves cache bytes, and the manifest that tells peers where the arena lies."""
+
+    engine: TransferEngine
+    manifest: PlacementManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeCore:
+    """The parts of one node. `data_plane` is None on a fused node."""
+
+    executor: Executor
+    scheduler: Scheduler
+    group_ids: tuple[str, ...]
+    facts: ModelFacts
+    data_plane: DataPlane | None
+
+    def require_data_plane(self) -> DataPlane:
+        """Raises InternalError on a node that was composed without one."""
+        if self.data_plane is None:
+            raise InternalError("this role needs a data plane")
+        return self.data_plane
+
+    def describe(self) -> tuple[str, ...]:
+        """Start-up lines for the log."""
+        facts = self.facts
+        lines = [
+            f"model {facts.name} from {facts.path}: context {facts.context_tokens} tokens, "
+            f"vocabulary {facts.vocab_size}, {facts.num_threads} threads",
+            f"cache arena {format_size(facts.arena_bytes)}: {facts.capacity_tokens} tokens in {facts.num_lcm_blocks} "
+            f"LCM blocks, prefix granularity {facts.prefix_granularity} tokens, at most "
+            f"{self.scheduler.max_request_tokens} tokens per request",
+        ]
+        if self.data_plane is not None:
+            lines.append(f"data plane {self.data_plane.engine.name} at {self.data_plane.engine.endpoint}")
+        return tuple(lines)

@@ -1,0 +1,32 @@
+"""Brings the engine thread's updates to the event loop: one wake-up per batch, whatever its size."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from node_runtime.engine.loop import Delivery
+
+_log = logging.getLogger(__name__)
+
+
+def deliver_now(batch: Sequence[Delivery]) -> None:
+    """Hands each update to its sink, in order. A sink that raises harms no other."""
+    for sink, update in batch:
+        try:
+            sink(update)
+        except Exception:
+            _log.exception("an update was not taken: %r", update)
+
+
+def deliver_on(event_loop: asyncio.AbstractEventLoop) -> Callable[[Sequence[Delivery]], None]:
+    """A `deliver` for EngineLoop that hops to `event_loop`. Updates for a loop that is closed are dropped."""
+
+    def deliver(batch: Sequence[Delivery]) -> None:
+        try:
+            event_loop.call_soon_threadsafe(deliver_now, batch)
+        except RuntimeError:
+            _log.debug("%d updates came after the event loop was closed", len(batch))
+
+    return deliver

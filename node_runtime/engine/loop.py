@@ -1,0 +1,351 @@
+"""The engine loop: the one thread that owns the scheduler and the executor.
+
+An iteration drains the inbox, asks for a plan, zeroes fresh blocks, tells about grants and handovers, runs the
+forward pass, and feeds the results back. With nothing to do the thread sleeps in the inbox. It knows no gRPC, no
+handoff session and no data plane: a role joins in through `StepHooks` and through the commands and updates of
+`messages.py`.
+
+Failures: what the scheduler refuses and what the executor throws fails the requests concerned; a contract that the
+scheduler finds broken cannot be survived and goes to `on_fatal`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never
+
+from node_runtime.clock import Clock
+from node_runtime.engine.messages import (
+    AcceptFirstToken,
+    Command,
+    EngineSnapshot,
+    GenerationEnded,
+    GrantOffered,
+    HandoverOffered,
+    Invoke,
+    PostEvents,
+    RequestAdmitted,
+    RequestFailed,
+    RequestSink,
+    Shutdown,
+    StopRule,
+    SubmitRequest,
+    TokenGenerated,
+    Update,
+)
+from node_runtime.errors import InternalError, InvalidRequest, NodeError
+from node_runtime.handoff.messages import GroupGrant
+from scheduler_core import (
+    AbortEvent,
+    DoneEvent,
+    Event,
+    FailedEvent,
+    FinishEvent,
+    HandedOverEvent,
+    Plan,
+    ResultEvent,
+    Scheduler,
+    SubmitError,
+)
+
+if TYPE_CHECKING:
+    from model_runtime.sampler import SampledToken, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+Delivery: TypeAlias = tuple[RequestSink, Update]
+_ENDING_EVENTS = (AbortEvent, FailedEvent, FinishEvent, HandedOverEvent)
+
+
+class Executor(Protocol):
+    """Computes plans. Called from the engine thread only."""
+
+    def zero_blocks(self, plan: Plan) -> None:
+        """Zeroes the blocks that the plan acquired, before anybody is told about them."""
+        ...
+
+    def execute(
+        self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
+    ) -> tuple[SampledToken | None, ...]:
+        """One entry per row, None where the plan wants no logits.
+
+        Calls `on_stage(i)` as soon as the cache rows that stage `i` writes in this pass are in the arena.
+        """
+        ...
+
+
+class StepHooks(Protocol):
+    """What a role does on the engine thread while a plan runs."""
+
+    def on_admitted(self, plan: Plan) -> None:
+        """Before the pass: `plan.admissions` got their memory."""
+        ...
+
+    def on_stage(self, stage: int, plan: Plan) -> None:
+        """During the pass: the cache rows of `stage` are in the arena."""
+        ...
+
+
+class NoHooks:
+    """For roles that need none."""
+
+    __slots__ = ()
+
+    def on_admitted(self, plan: Plan) -> None:
+        pass
+
+    def on_stage(self, stage: int, plan: Plan) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that may still get updates."""
+
+    sampling: SamplingParams
+    stop: StopRule | None
+    sink: RequestSink
+    num_generated: int = 0
+
+
+class EngineLoop:
+    """Owns scheduler and executor. `post`, `snapshot` and `stop` are safe from every thread, the rest is not public."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        group_ids: Sequence[str],
+        clock: Clock,
+        deliver: Callable[[Sequence[Delivery]], None],
+        on_fatal: Callable[[BaseException], None],
+        hooks: StepHooks | None = None,
+    ) -> None:
+        """
+        Args:
+            group_ids: Names of the scheduler's cache groups, in its order.
+            deliver: Takes a batch of updates on the engine thread and brings each to its sink, in order, elsewhere.
+            on_fatal: Called on the engine thread when the process must not go on; the thread ends after it.
+        """
+        self._scheduler = scheduler
+        self._executor = executor
+        self._group_ids = tuple(group_ids)
+        self._clock = clock
+        self._deliver = deliver
+        self._on_fatal = on_fatal
+        self._hooks: StepHooks = hooks if hooks is not None else NoHooks()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._outbox: list[Delivery] = []
+        self._num_steps = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._snapshot = self._take_snapshot()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after the step it is in. Returns without it when that takes longer than `timeout_s`."""
+        self.post(Shutdown())
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def post(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        return self._snapshot
+
+    def run_until_idle(self) -> None:
+        """Works off the inbox and every plan that follows from it, on the caller's thread. For tests and simulation."""
+        while not self._stopping:
+            self._drain_inbox(wait=False)
+            if not self._step() and self._inbox.empty():
+                return
+
+    def _run(self) -> None:
+        try:
+            is_busy = False
+            while not self._stopping:
+                self._drain_inbox(wait=not is_busy)
+                is_busy = not self._stopping and self._step()
+        except BaseException as error:
+            _log.critical("the engine cannot go on: %s", error, exc_info=error)
+            self._fail(tuple(self._live), InternalError("the engine of this node broke down; its log says why"))
+            self._flush()
+            self._on_fatal(error)
+
+    # Commands.
+
+    def _drain_inbox(self, *, wait: bool) -> None:
+        if wait:
+            self._handle(self._inbox.get())
+        while not self._inbox.empty():
+            self._handle(self._inbox.get())
+        self._snapshot = self._take_snapshot()
+        self._flush()
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case SubmitRequest():
+                self._submit(command)
+            case PostEvents():
+                self._post_events(command.events)
+            case AcceptFirstToken():
+                self._accept_first_token(command)
+            case Invoke():
+                command.action()
+            case Shutdown():
+                self._stopping = True
+            case _:
+                assert_never(command)
+
+    def _submit(self, command: SubmitRequest) -> None:
+        try:
+            self._scheduler.submit([command.spec])
+        except SubmitError as error:
+            self._outbox.append((command.sink, RequestFailed(error=InvalidRequest(str(error)))))
+            return
+        self._live[command.spec.request_id] = _Live(command.sampling, command.stop, command.sink)
+
+    def _post_events(self, events: tuple[Event, ...]) -> None:
+        self._scheduler.advance(list(events))
+        for event in events:
+            if isinstance(event, _ENDING_EVENTS):
+                self._live.pop(event.request_id, None)
+
+    def _accept_first_token(self, command: AcceptFirstToken) -> None:
+        events: list[Event] = [DoneEvent(command.request_id, command.token.token_id)]
+        if self._emit_token(command.request_id, command.token, self._clock.now_s()):
+            events.append(FinishEvent(command.request_id))
+        self._scheduler.advance(events)
+
+    # Steps.
+
+    def _step(self) -> bool:
+        """Carries out one plan; False when there was nothing to do."""
+        plan = self._scheduler.next_plan()
+        if plan.is_empty:
+            return False
+        if self._prepare(plan) and plan.num_rows:
+            self._forward(plan)
+        self._snapshot = self._take_snapshot()
+        self._flush()
+        return True
+
+    def _prepare(self, plan: Plan) -> bool:
+        """Everything before the pass. Zeroing comes first: a grant that is out may be written at once."""
+        try:
+            self._executor.zero_blocks(plan)
+        except Exception as error:
+            granted = [remote.request_id for remote in plan.remote_prefills]
+            self._drop([*plan.request_ids, *granted], error)
+            return False
+        now_s = self._clock.now_s()
+        for admission in plan.admissions:
+            self._emit(
+                admission.request_id,
+                RequestAdmitted(
+                    device_hit_tokens=admission.device_hit_tokens,
+                    host_hit_tokens=admission.host_hit_tokens,
+                    storage_hit_tokens=admission.storage_hit_tokens,
+                    at_s=now_s,
+                ),
+            )
+        for remote in plan.remote_prefills:
+            groups = tuple(
+                GroupGrant(group_id=group_id, first_slot=int(first_slot), block_ids=tuple(map(int, block_ids)))
+                for group_id, first_slot, block_ids in zip(
+                    self._group_ids, remote.first_slots, remote.block_ids, strict=True
+                )
+            )
+            self._emit(remote.request_id, GrantOffered(from_token=remote.from_token, groups=groups, at_s=now_s))
+        for handover in plan.handovers:
+            self._emit(handover.request_id, HandoverOffered(at_s=now_s))
+        self._hooks.on_admitted(plan)
+        self._flush()
+        return True
+
+    def _forward(self, plan: Plan) -> None:
+        sampling = {
+            request_id: live.sampling
+            for request_id in plan.request_ids
+            if (live := self._live.get(request_id)) is not None
+        }
+        try:
+            sampled = self._executor.execute(plan, sampling, lambda stage: self._hooks.on_stage(stage, plan))
+        except Exception as error:
+            self._drop(plan.request_ids, error)
+            return
+        self._num_steps += 1
+        self._scheduler.advance(self._results(plan, sampled))
+
+    def _results(self, plan: Plan, sampled: tuple[SampledToken | None, ...]) -> list[Event]:
+        """One result per row, and the ends that the new tokens bring."""
+        now_s = self._clock.now_s()
+        events: list[Event] = []
+        for request_id, token in zip(plan.request_ids, sampled, strict=True):
+            events.append(ResultEvent(request_id, [] if token is None else [token.token_id]))
+            if token is not None and self._emit_token(request_id, token, now_s):
+                events.append(FinishEvent(request_id))
+        return events
+
+    def _drop(self, request_ids: Sequence[str], error: Exception) -> None:
+        """Ends requests that a step was to advance and did not, so that nothing of them is published."""
+        _log.error("a step of %d requests failed: %s", len(request_ids), error, exc_info=error)
+        self._fail(request_ids, InternalError("the forward pass of this request failed; the log of the node says why"))
+        self._scheduler.advance([AbortEvent(request_id) for request_id in request_ids])
+
+    # Updates.
+
+    def _emit(self, request_id: str, update: Update) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self._outbox.append((live.sink, update))
+
+    def _emit_token(self, request_id: str, token: SampledToken, now_s: float) -> bool:
+        """Emits the token and, if it is the last, the end. True when the request ended with it."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        live.num_generated += 1
+        self._outbox.append((live.sink, TokenGenerated(token=token, at_s=now_s)))
+        reason = live.stop.find_end(token.token_id, live.num_generated) if live.stop is not None else None
+        if reason is None:
+            return False
+        matched = token.token_id if reason.name == "STOP" else None
+        self._outbox.append((live.sink, GenerationEnded(reason=reason, matched_token_id=matched, at_s=now_s)))
+        del self._live[request_id]
+        return True
+
+    def _fail(self, request_ids: Sequence[str], error: NodeError) -> None:
+        for request_id in request_ids:
+            live = self._live.pop(request_id, None)
+            if live is not None:
+                self._outbox.append((live.sink, RequestFailed(error=error)))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._deliver(batch)
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        capacity = self._scheduler.capacity()
+        return EngineSnapshot(
+            total_lcm_blocks=capacity.total_lcm_blocks,
+            empty_lcm_blocks=capacity.empty_lcm_blocks,
+            active_lcm_blocks=capacity.active_lcm_blocks,
+            cached_lcm_blocks=capacity.cached_lcm_blocks,
+            quarantined_lcm_blocks=capacity.quarantined_lcm_blocks,
+            num_waiting=capacity.num_waiting,
+            num_running=capacity.num_running,
+            num_live_requests=capacity.num_live_requests,
+            num_steps=self._num_steps,
+        )

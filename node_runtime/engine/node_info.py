@@ -1,0 +1,29 @@
+"""The NodeInfo of a compute node."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from pdmesh.v1 import mesh_pb2
+
+from node_runtime.engine.core import ComputeCore
+
+
+def describe_node(
+    core: ComputeCore, *, node_id: str, incarnation: int, role: mesh_pb2.NodeRole.ValueType
+) -> mesh_pb2.NodeInfo:
+    """Facts that hold for the life of the process."""
+    facts = core.facts
+    return mesh_pb2.NodeInfo(
+        node_id=node_id,
+        incarnation=incarnation,
+        role=role,
+        version=version("pdmesh"),
+        model=facts.name,
+        model_fingerprint=facts.fingerprint,
+        vocab_size=facts.vocab_size,
+        context_tokens=facts.context_tokens,
+        max_request_tokens=core.scheduler.max_request_tokens,
+        prefix_granularity=facts.prefix_granularity,
+        data_plane="" if core.data_plane is None else core.data_plane.engine.name,
+    )

@@ -1,0 +1,70 @@
+"""What a compute node tells about itself: the NodeReporter of the roles prefill, decode and fused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pdmesh.v1 import mesh_pb2
+
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import Invoke
+
+
+class ComputeReporter:
+    """Reads the engine's snapshot and what the role adds. Lives on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        info: mesh_pb2.NodeInfo,
+        engine: EngineLoop,
+        clear_cache: Callable[[], bool],
+        is_serving: Callable[[], bool],
+        num_handoffs: Callable[[], int],
+        peers: Callable[[], Sequence[mesh_pb2.PeerStatus]],
+    ) -> None:
+        """`clear_cache` is run on the engine thread; the other callables are read on the event loop."""
+        self._info = info
+        self._engine = engine
+        self._clear_cache = clear_cache
+        self._is_serving = is_serving
+        self._num_handoffs = num_handoffs
+        self._peers = peers
+
+    def info(self) -> mesh_pb2.NodeInfo:
+        return self._info
+
+    async def status(self) -> mesh_pb2.NodeStatus:
+        snapshot = self._engine.snapshot
+        return mesh_pb2.NodeStatus(
+            serving=self._is_serving(),
+            num_waiting_requests=snapshot.num_waiting,
+            num_running_requests=snapshot.num_running,
+            num_handoffs=self._num_handoffs(),
+            arena=mesh_pb2.ArenaStatus(
+                total_lcm_blocks=snapshot.total_lcm_blocks,
+                empty_lcm_blocks=snapshot.empty_lcm_blocks,
+                active_lcm_blocks=snapshot.active_lcm_blocks,
+                cached_lcm_blocks=snapshot.cached_lcm_blocks,
+                quarantined_lcm_blocks=snapshot.quarantined_lcm_blocks,
+            ),
+            peers=self._peers(),
+            num_steps=snapshot.num_steps,
+        )
+
+    async def clear_cache(self) -> bool:
+        event_loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bool] = event_loop.create_future()
+        self._engine.post(Invoke(action=partial(self._clear_on_engine, event_loop, answer)))
+        return await answer
+
+    def _clear_on_engine(self, event_loop: asyncio.AbstractEventLoop, answer: asyncio.Future[bool]) -> None:
+        was_cleared = self._clear_cache()
+
+        def set_answer() -> None:
+            if not answer.done():
+                answer.set_result(was_cleared)
+
+        event_loop.call_soon_threadsafe(set_answer)

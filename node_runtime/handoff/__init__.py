@@ -1,0 +1,1 @@
+"""The prefill/decode handoff protocol: messages, transition tables and one sans-IO session per side."""

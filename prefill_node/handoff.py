@@ -1,0 +1,309 @@
+"""One handoff on the prefill node: carries out what its session decides, and tells the session what happened.
+
+Everything here runs on the event loop's thread. Engine updates and transfer news arrive there by
+`call_soon_threadsafe`; the stream's reader feeds the peer's messages; `outgoing` holds what the stream still has to
+send. The object outlives its stream while posted writes are not terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+
+from cache_runtime.transfer.engine import TransferError
+from node_runtime.clock import Clock
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import (
+    GenerationEnded,
+    GrantOffered,
+    HandoverOffered,
+    Invoke,
+    PostEvents,
+    RequestAdmitted,
+    RequestFailed,
+    SubmitRequest,
+    TokenGenerated,
+    Update,
+)
+from node_runtime.errors import InternalError, InvalidRequest, NodeError, TransferBroken
+from node_runtime.handoff.events import (
+    AbortScheduling,
+    Admitted,
+    Completed,
+    Drained,
+    EndWithFailure,
+    FailScheduling,
+    GaveUp,
+    MarkGranted,
+    MarkHandedOver,
+    MarkQuiesced,
+    PrefillAction,
+    PrefillEvent,
+    Send,
+    StartWriting,
+    StopWriting,
+    SubmitPrompt,
+)
+from node_runtime.handoff.messages import Done, Grant, HandoffTimings, ResponseMessage, Start
+from node_runtime.handoff.session import PrefillHandoff
+from node_runtime.handoff.states import PrefillState
+from node_runtime.rpc import code_number
+from prefill_node.outgoing import (
+    OutgoingTransfer,
+    TransferDrained,
+    TransferFault,
+    TransferLanded,
+    TransferNews,
+    TransferSummary,
+)
+from prefill_node.peers import DecodePeer, DecodePeers
+from prefill_node.sender import PrefillSender
+from scheduler_core import (
+    AbortEvent,
+    Event,
+    FailedEvent,
+    GrantedEvent,
+    HandedOverEvent,
+    QuiescedEvent,
+    RequestSpec,
+)
+
+if TYPE_CHECKING:
+    from model_runtime.sampler import SampledToken
+
+_log = logging.getLogger(__name__)
+
+# How long one write may wait for the data plane to take its runs.
+WRITE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """Ends the control stream: in good order, or with the error that becomes its status."""
+
+    error: NodeError | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What has been measured so far. Monotonic seconds."""
+
+    started_at_s: float
+    admitted_at_s: float | None = None
+    cached_tokens: int = 0
+    first_token: SampledToken | None = None
+    first_token_at_s: float | None = None
+    is_handed_over: bool = False
+    transfer: TransferSummary | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTools:
+    """What every handoff of a prefill node works with."""
+
+    engine: EngineLoop
+    sender: PrefillSender
+    peers: DecodePeers
+    clock: Clock
+
+
+class PromptHandoff:
+    """Glue between one PrefillHandoff session, the engine, the sender and the control stream."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        peer: DecodePeer,
+        tools: HandoffTools,
+        check_start: Callable[[Start], None],
+        check_grant: Callable[[Start, Grant], None],
+        on_terminal: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            engine_id: Name of the request inside this node; unique for the life of the process.
+            on_terminal: Called once, when the handoff holds nothing any more.
+        """
+        self._engine_id = engine_id
+        self._peer = peer
+        self._tools = tools
+        self._event_loop = asyncio.get_running_loop()
+        self._session = PrefillHandoff(check_start=check_start, check_grant=check_grant)
+        self._on_terminal = on_terminal
+        self._transfer: OutgoingTransfer | None = None
+        self._num_granted_blocks = 0
+        self._handoff_id = b""
+        self._broken_rule: InvalidRequest | None = None
+        self._is_over = False
+        self.progress = Progress(started_at_s=tools.clock.now_s())
+        self.outgoing: asyncio.Queue[ResponseMessage | StreamEnd] = asyncio.Queue()
+
+    @property
+    def state(self) -> PrefillState:
+        return self._session.state
+
+    @property
+    def num_granted_blocks(self) -> int:
+        return self._num_granted_blocks
+
+    def open(self, start: Start) -> None:
+        """Submits the prompt. Raises InvalidRequest for a Start that breaks a rule; nothing is held then."""
+        for action in self._session.handle(start):
+            self._carry_out(action)
+        self._handoff_id = start.handoff_id
+
+    def feed(self, event: PrefillEvent) -> None:
+        """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""
+        try:
+            actions = self._session.handle(event)
+        except InvalidRequest as error:
+            self._broken_rule = error
+            actions = self._session.handle(GaveUp(code=code_number(error), message=error.message))
+        for action in actions:
+            self._carry_out(action)
+        if self._session.is_terminal and not self._is_over:
+            self._is_over = True
+            self._tools.sender.forget(self._engine_id)
+            self.outgoing.put_nowait(StreamEnd(error=self._broken_rule))
+            self._on_terminal()
+
+    def give_up(self, error: NodeError) -> None:
+        self.feed(GaveUp(code=code_number(error), message=error.message))
+
+    def _carry_out(self, action: PrefillAction) -> None:
+        match action:
+            case Send():
+                self.outgoing.put_nowait(action.message)
+            case SubmitPrompt():
+                self._submit(action.start)
+            case MarkGranted():
+                self._post(GrantedEvent(self._engine_id))
+            case StartWriting():
+                self._start_writing(action.grant)
+            case StopWriting():
+                self._stop_writing()
+            case MarkHandedOver():
+                self._post(HandedOverEvent(self._engine_id))
+            case AbortScheduling():
+                self._post(AbortEvent(self._engine_id))
+            case FailScheduling():
+                self._post(FailedEvent(self._engine_id))
+            case MarkQuiesced():
+                self._post(QuiescedEvent(self._engine_id))
+            case EndWithFailure():
+                _log.info("handoff given up: %s", action.message)
+            case _:
+                assert_never(action)
+
+    def _post(self, event: Event) -> None:
+        self._tools.engine.post(PostEvents(events=(event,)))
+
+    def _submit(self, start: Start) -> None:
+        spec = RequestSpec(
+            request_id=self._engine_id,
+            tokens=np.asarray(start.token_ids, dtype=np.int32),
+            max_new_tokens=1,
+            extra_keys=list(start.extra_keys),
+        )
+        self._tools.engine.post(SubmitRequest(spec=spec, sampling=start.sampling, stop=None, sink=self._on_update))
+
+    def _start_writing(self, grant: Grant) -> None:
+        self._num_granted_blocks = sum(len(group.block_ids) for group in grant.groups)
+        self._transfer = OutgoingTransfer(self._peer.link, self._hop, write_timeout_s=WRITE_TIMEOUT_S)
+        self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer)
+        # A busy engine looks at the next stage; an idle one must be woken.
+        self._tools.engine.post(Invoke(action=self._tools.sender.poll))
+
+    def _stop_writing(self) -> None:
+        if self._transfer is None:
+            raise InternalError("a handoff without a transfer cannot stop writing")
+        self._transfer.stop()
+
+    # What the other threads report.
+
+    def _hop(self, news: TransferNews) -> None:
+        """Called by the engine's or the data plane's thread."""
+        try:
+            self._event_loop.call_soon_threadsafe(self._on_news, news)
+        except RuntimeError:
+            _log.debug("transfer news came after the event loop was closed")
+
+    def _on_news(self, news: TransferNews) -> None:
+        match news:
+            case TransferLanded():
+                self.progress.transfer = news.summary
+                self._complete_if_whole()
+            case TransferFault():
+                self._on_fault(news.error)
+            case TransferDrained():
+                self.feed(Drained())
+            case _:
+                assert_never(news)
+
+    def _on_fault(self, error: Exception) -> None:
+        if isinstance(error, TransferError):
+            self._tools.peers.suspect(self._peer, str(error))
+            self.give_up(TransferBroken(f"the data plane to decode node {self._peer.node_id} failed: {error}"))
+        else:
+            self.give_up(InternalError("the cache of the prompt could not be sent; the prefill node's log says why"))
+
+    def _on_update(self, update: Update) -> None:
+        match update:
+            case RequestAdmitted():
+                self.progress.admitted_at_s = update.at_s
+                hits = (update.device_hit_tokens, update.host_hit_tokens, update.storage_hit_tokens)
+                self.progress.cached_tokens = sum(hits)
+                self.feed(Admitted(cached_tokens=sum(hits)))
+            case TokenGenerated():
+                self.progress.first_token = update.token
+                self.progress.first_token_at_s = update.at_s
+            case HandoverOffered():
+                self.progress.is_handed_over = True
+                self._complete_if_whole()
+            case RequestFailed():
+                self.give_up(update.error)
+            case GrantOffered() | GenerationEnded():
+                raise InternalError(f"{type(update).__name__} does not belong to the prefill role")
+            case _:
+                assert_never(update)
+
+    def _complete_if_whole(self) -> None:
+        progress = self.progress
+        if not progress.is_handed_over or progress.transfer is None or progress.first_token is None:
+            return
+        done = Done(
+            handoff_id=self._handoff_id,
+            first_token=progress.first_token,
+            transferred_bytes=progress.transfer.num_bytes,
+            transferred_blocks=self._num_granted_blocks,
+            transferred_runs=progress.transfer.num_runs,
+            timings=measured_timings(progress),
+        )
+        self.feed(Completed(done=done))
+
+
+def measured_timings(progress: Progress) -> HandoffTimings:
+    """Milliseconds per phase; what has not happened counts 0."""
+    started, admitted, computed = progress.started_at_s, progress.admitted_at_s, progress.first_token_at_s
+    if admitted is None or computed is None:
+        return HandoffTimings()
+    first_posted = last_landed = computed
+    if progress.transfer is not None and progress.transfer.last_landed_at_s is not None:
+        last_landed = progress.transfer.last_landed_at_s
+        first_posted = progress.transfer.first_posted_at_s or last_landed
+    return HandoffTimings(
+        queue_ms=_ms(admitted - started),
+        compute_ms=_ms(computed - admitted),
+        transfer_ms=_ms(last_landed - first_posted),
+        transfer_exposed_ms=_ms(last_landed - max(computed, first_posted)),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return max(0.0, seconds * 1000.0)

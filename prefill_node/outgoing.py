@@ -1,0 +1,169 @@
+"""The writes of one handoff: posted by the engine thread, landed on the data plane's, stopped by the event loop.
+
+This is where the writer fences itself: `stop` and `post` exclude each other, so after `stop` returned nothing more is
+posted, and `TransferDrained` follows only when every posted write is terminal. It knows no blocks and no scheduler;
+the handoff that owns it hears of everything through `notify`, which must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSummary:
+    """What a complete transfer moved. Times are monotonic seconds; both None when there was nothing to write."""
+
+    num_bytes: int
+    num_runs: int
+    first_posted_at_s: float | None
+    last_landed_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLanded:
+    """Everything was posted and has landed."""
+
+    summary: TransferSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFault:
+    """A write failed or could not be planned; nothing further is posted, others may still be on their way."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferDrained:
+    """After `stop`: no posted write is outstanding."""
+
+
+TransferNews: TypeAlias = TransferLanded | TransferFault | TransferDrained
+
+
+class OutgoingTransfer:
+    """The writes of one handoff over one peer link. Thread-safe."""
+
+    def __init__(self, link: PeerLink, notify: Callable[[TransferNews], None], *, write_timeout_s: float) -> None:
+        """`write_timeout_s`: how long one write may wait for the data plane to take its runs."""
+        self._link = link
+        self._notify = notify
+        self._write_timeout_s = write_timeout_s
+        self._lock = threading.Lock()
+        self._num_outstanding = 0
+        self._is_wedged = False
+        self._is_stopped = False
+        self._is_complete = False
+        self._has_landed = False
+        self._has_drained = False
+        self._fault: Exception | None = None
+        self._num_bytes = 0
+        self._num_runs = 0
+        self._first_posted_at_s: float | None = None
+        self._last_landed_at_s: float | None = None
+
+    def post(self, runs: Sequence[Run]) -> None:
+        """Posts a write; does nothing once the transfer was stopped or has failed."""
+        with self._lock:
+            if self._is_stopped or self._fault is not None:
+                return
+            self._num_outstanding += 1
+            try:
+                future = self._link.write(runs, timeout_s=self._write_timeout_s)
+            except Exception as error:
+                self._num_outstanding -= 1
+                self._fault = error
+        if self._fault is not None:
+            self._notify(TransferFault(error=self._fault))
+            return
+        # Outside the lock: a future that is already done calls back right here.
+        future.add_done_callback(self._on_terminal)
+
+    def fail(self, error: Exception) -> None:
+        """Gives the transfer up for a fault found before anything was posted for it."""
+        with self._lock:
+            is_first = self._fault is None and not self._is_stopped
+            self._fault = self._fault or error
+        if is_first:
+            self._notify(TransferFault(error=error))
+
+    def complete(self) -> None:
+        """Declares that nothing more will be posted."""
+        with self._lock:
+            self._is_complete = True
+            news = self._news()
+        self._tell(news)
+
+    def stop(self) -> None:
+        """Posts nothing any more. TransferDrained follows, at once when nothing is outstanding. Idempotent."""
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            news = self._news()
+        self._tell(news)
+
+    def _on_terminal(self, future: Future[TransferReport]) -> None:
+        error = future.exception()
+        with self._lock:
+            self._num_outstanding -= 1
+            is_new_fault = False
+            if error is None:
+                self._count(future.result())
+            else:
+                self._is_wedged = self._is_wedged or isinstance(error, LinkWedged)
+                is_new_fault = self._fault is None
+                self._fault = self._fault or (error if isinstance(error, Exception) else RuntimeError(str(error)))
+            fault = self._fault if is_new_fault and not self._is_stopped else None
+            news = self._news()
+        if isinstance(error, LinkWedged):
+            _log.critical(
+                "%s; the blocks of this handoff stay out of use because bytes may still move. Restart this node.", error
+            )
+        if fault is not None:
+            self._notify(TransferFault(error=fault))
+        self._tell(news)
+
+    def _count(self, report: TransferReport) -> None:
+        self._num_bytes += report.num_bytes
+        self._num_runs += report.num_runs
+        if self._first_posted_at_s is None or report.posted_at_s < self._first_posted_at_s:
+            self._first_posted_at_s = report.posted_at_s
+        if self._last_landed_at_s is None or report.landed_at_s > self._last_landed_at_s:
+            self._last_landed_at_s = report.landed_at_s
+
+    def _news(self) -> TransferNews | None:
+        """The end that has just been reached, told once. The caller holds the lock.
+
+        A wedged link never drains: what it posted may be read and written at any later time.
+        """
+        if self._num_outstanding or self._is_wedged:
+            return None
+        if self._is_stopped:
+            was_drained, self._has_drained = self._has_drained, True
+            return None if was_drained else TransferDrained()
+        if not self._is_complete or self._has_landed or self._fault is not None:
+            return None
+        self._has_landed = True
+        return TransferLanded(
+            summary=TransferSummary(
+                num_bytes=self._num_bytes,
+                num_runs=self._num_runs,
+                first_posted_at_s=self._first_posted_at_s,
+                last_landed_at_s=self._last_landed_at_s,
+            )
+        )
+
+    def _tell(self, news: TransferNews | None) -> None:
+        if news is not None:
+            self._notify(news)

@@ -1,0 +1,206 @@
+"""The decode nodes that this prefill node may write to: one entry per incarnation, made by Bootstrap.
+
+Bootstrap compares the manifests, opens a peer link and proves it by writing the caller's nonce. A link whose write
+failed makes its peer suspect: handoffs are refused until the peer bootstrapped again. Lives on the event loop; only
+the blocking part of opening a link leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.v1 import mesh_pb2
+
+from cache_runtime.transfer.engine import PeerLink, Region, Run, TransferEngine, TransferError, TransferRejected
+from cache_runtime.transfer.placement import check_bridgeable, logical_differences
+from cache_runtime.transfer.schema import PlacementManifest, RankPlacement
+from node_runtime.errors import IncompatiblePeer, InvalidRequest, NotBootstrapped, PeerUnavailable
+from node_runtime.handoff.checks import GrantedGroup
+from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+
+_log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+_NONCE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodePeer:
+    """One incarnation of a decode node."""
+
+    node_id: str
+    incarnation: int
+    target: RankPlacement
+    groups: Mapping[str, GrantedGroup]
+    link: PeerLink
+    suspect_reason: str = ""
+    num_handoffs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a decode node says about itself in Bootstrap."""
+
+    node_id: str
+    incarnation: int
+    manifest: PlacementManifest
+    nonce: bytes
+    nonce_address: int
+
+    def __post_init__(self) -> None:
+        if len(self.nonce) != NONCE_BYTES:
+            raise InvalidRequest(f"nonce: {len(self.nonce)} bytes given, {NONCE_BYTES} required")
+        if not 0 < self.nonce_address < 1 << 62:
+            raise InvalidRequest(f"nonce_address: {self.nonce_address} given, (0, 2**62) required")
+        if not self.node_id or len(self.node_id) > 256:
+            raise InvalidRequest(f"node_id: {len(self.node_id)} characters given, 1 to 256 required")
+
+
+@dataclass(slots=True)
+class DecodePeers:
+    """Registry of decode nodes."""
+
+    engine: TransferEngine
+    manifest: PlacementManifest
+    probes: ProbeBuffer
+    _peers: dict[int, DecodePeer] = field(default_factory=dict)
+    _locks: dict[int, asyncio.Lock] = field(default_factory=dict)
+
+    async def bootstrap(self, caller: Introduction) -> None:
+        """Makes the caller a peer, or proves an existing one anew.
+
+        Raises IncompatiblePeer naming every difference, InvalidRequest, or PeerUnavailable naming the endpoint.
+        """
+        self._check_compatible(caller)
+        lock = self._locks.setdefault(caller.incarnation, asyncio.Lock())
+        async with lock:
+            known = self._peers.get(caller.incarnation)
+            if known is not None and not known.suspect_reason and known.target == caller.manifest.ranks[0]:
+                await self._prove_again(caller)
+                return
+            try:
+                link = await self._open(caller, with_arena=True)
+            except BaseException:
+                self._locks.pop(caller.incarnation, None)
+                raise
+            self._admit(caller, link)
+
+    def find(self, incarnation: int) -> DecodePeer:
+        """The peer of that incarnation. Raises NotBootstrapped when there is none or its link is broken."""
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            raise NotBootstrapped("decode_incarnation: this prefill node was not bootstrapped with it")
+        if peer.suspect_reason:
+            raise NotBootstrapped(f"decode node {peer.node_id} must be bootstrapped again: {peer.suspect_reason}")
+        return peer
+
+    def suspect(self, peer: DecodePeer, reason: str) -> None:
+        """Takes no handoff of this peer until it bootstrapped again."""
+        if not peer.suspect_reason:
+            _log.warning("decode node %s is suspect: %s", peer.node_id, reason)
+            peer.suspect_reason = reason
+
+    def statuses(self) -> tuple[mesh_pb2.PeerStatus, ...]:
+        return tuple(
+            mesh_pb2.PeerStatus(
+                node_id=peer.node_id,
+                address=peer.target.endpoint,
+                incarnation=peer.incarnation,
+                state="suspect" if peer.suspect_reason else "ready",
+                detail=peer.suspect_reason,
+            )
+            for peer in self._peers.values()
+        )
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.link.close()
+        self._peers.clear()
+
+    def _check_compatible(self, caller: Introduction) -> None:
+        differences = logical_differences(
+            self.manifest.logical, caller.manifest.logical, local_name="prefill", peer_name="decode"
+        )
+        if not differences:
+            differences = check_bridgeable(self.manifest, caller.manifest)
+        if differences:
+            raise IncompatiblePeer(f"decode node {caller.node_id}", differences)
+
+    async def _prove_again(self, caller: Introduction) -> None:
+        """Proves the way to a known peer without touching the link that its handoffs use."""
+        link = await self._open(caller, with_arena=False)
+        link.close()
+
+    async def _open(self, caller: Introduction, *, with_arena: bool) -> PeerLink:
+        """A link through which the nonce has been written."""
+        rank = caller.manifest.ranks[0]
+        regions = [Region(base_address=caller.nonce_address, num_bytes=NONCE_BYTES)]
+        if with_arena:
+            regions.append(Region(base_address=rank.arena_base, num_bytes=rank.arena_bytes))
+        try:
+            link = await asyncio.to_thread(self.engine.open_peer, rank.endpoint, regions)
+        except TransferRejected as error:
+            raise InvalidRequest(f"the memory of the manifest cannot be written to: {error}") from None
+        except TransferError as error:
+            raise PeerUnavailable(rank.endpoint, f"data plane of {caller.node_id}: {error.reason}") from None
+        except ValueError as error:
+            raise InvalidRequest(f"nonce_address: {error}") from None
+        try:
+            await self._write_nonce(caller, link)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    async def _write_nonce(self, caller: Introduction, link: PeerLink) -> None:
+        async with self.probes.slot() as slot:
+            slot.fill(caller.nonce)
+            run = Run(slot.address, caller.nonce_address, NONCE_BYTES)
+            writing = asyncio.wrap_future(link.write([run], timeout_s=_NONCE_TIMEOUT_S))
+            try:
+                # Shielded: the slot must not be reused while the write may still read it.
+                await asyncio.shield(writing)
+            except TransferError as error:
+                raise PeerUnavailable(
+                    caller.manifest.ranks[0].endpoint, f"data plane of {caller.node_id}: {error.reason}"
+                ) from None
+            finally:
+                if not writing.done():
+                    await asyncio.wait((writing,))
+
+    def _admit(self, caller: Introduction, link: PeerLink) -> None:
+        rank = caller.manifest.ranks[0]
+        groups = {
+            group.group_id: GrantedGroup(
+                group_id=group.group_id,
+                block_granularity=group.block_granularity,
+                num_peer_blocks=rank.find_num_blocks(group.group_id) or 0,
+            )
+            for group in caller.manifest.logical.groups
+        }
+        for old in [peer for peer in self._peers.values() if self._is_replaced(peer, caller)]:
+            self._retire(old)
+        self._make_room()
+        self._peers[caller.incarnation] = DecodePeer(
+            node_id=caller.node_id, incarnation=caller.incarnation, target=rank, groups=groups, link=link
+        )
+        _log.info("decode node %s is a peer: data plane %s at %s", caller.node_id, rank.data_plane, rank.endpoint)
+
+    @staticmethod
+    def _is_replaced(peer: DecodePeer, caller: Introduction) -> bool:
+        """The same process with a fresh link, or the predecessor of a restarted node."""
+        return peer.incarnation == caller.incarnation or peer.node_id == caller.node_id
+
+    def _retire(self, peer: DecodePeer) -> None:
+        del self._peers[peer.incarnation]
+        self._locks.pop(peer.incarnation, None)
+        peer.link.close()
+
+    def _make_room(self) -> None:
+        """Decode nodes that restart under new names must not pile up: the oldest idle peers go first."""
+        idle = [peer for peer in self._peers.values() if not peer.num_handoffs]
+        for peer in idle[: max(0, len(self._peers) + 1 - MAX_PEERS)]:
+            self._retire(peer)

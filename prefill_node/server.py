@@ -1,0 +1,141 @@
+"""Composition root of a prefill node: makes the parts, passes each what it needs, starts and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
+
+from node_runtime.clock import Clock, SystemClock
+from node_runtime.engine.core import ComputeCore
+from node_runtime.engine.delivery import deliver_on
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.node_info import describe_node
+from node_runtime.engine.reporter import ComputeReporter
+from node_runtime.handoff.probe import ProbeBuffer
+from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
+from node_runtime.rpc import NodeService, RpcServer, Telemetry
+from prefill_node.config import PrefillNodeConfig
+from prefill_node.handoff import HandoffTools
+from prefill_node.peers import DecodePeers
+from prefill_node.sender import PrefillSender
+from prefill_node.service import PrefillLimits, PrefillService
+from scheduler_core import Role
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillNode:
+    """One prefill node. Made inside a running event loop, which it belongs to."""
+
+    def __init__(
+        self,
+        config: PrefillNodeConfig,
+        core: ComputeCore,
+        *,
+        telemetry: Telemetry,
+        on_fatal: Callable[[BaseException], None],
+        clock: Clock | None = None,
+    ) -> None:
+        clock = clock or SystemClock()
+        data_plane = core.require_data_plane()
+        self._config = config
+        self._core = core
+        self._transfer = data_plane.engine
+        self._is_serving = False
+        incarnation = secrets.randbits(64) or 1
+        probes = ProbeBuffer()
+        self._transfer.register(probes.base_address, probes.num_bytes)
+        sender = PrefillSender(
+            logical=data_plane.manifest.logical,
+            source=data_plane.manifest.ranks[0],
+            block_tables=core.scheduler.block_tables,
+        )
+        self.engine = EngineLoop(
+            core.scheduler,
+            core.executor,
+            group_ids=core.group_ids,
+            clock=clock,
+            deliver=deliver_on(asyncio.get_running_loop()),
+            on_fatal=on_fatal,
+            hooks=sender,
+        )
+        self._peers = DecodePeers(self._transfer, data_plane.manifest, probes)
+        self.service = PrefillService(
+            node_id=config.node_id,
+            incarnation=incarnation,
+            manifest=data_plane.manifest,
+            limits=PrefillLimits(
+                vocab_size=core.facts.vocab_size,
+                context_tokens=core.facts.context_tokens,
+                max_request_tokens=core.scheduler.max_request_tokens,
+                max_waiting_requests=config.max_waiting_requests,
+            ),
+            tools=HandoffTools(engine=self.engine, sender=sender, peers=self._peers, clock=clock),
+            telemetry=telemetry,
+        )
+        reporter = ComputeReporter(
+            info=describe_node(core, node_id=config.node_id, incarnation=incarnation, role=mesh_pb2.NODE_ROLE_PREFILL),
+            engine=self.engine,
+            clear_cache=core.scheduler.clear_cache,
+            is_serving=lambda: self._is_serving,
+            num_handoffs=lambda: self.service.num_handoffs,
+            peers=self._peers.statuses,
+        )
+        self._server = RpcServer(config)
+        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.service)
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+
+    @property
+    def address(self) -> str:
+        """host:port under which other nodes reach this one. Meaningful after `start`."""
+        return self._server.advertised_address
+
+    async def start(self) -> None:
+        """Listens and serves. Raises PortInUse or BadConfig."""
+        await self._server.start()
+        self.engine.start()
+        self._is_serving = True
+        self._server.set_serving(True)
+        for line in self._core.describe():
+            _log.info("%s", line)
+
+    async def stop(self) -> None:
+        """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
+        self._is_serving = False
+        await self._server.stop(self._config.drain_grace_s)
+        await asyncio.to_thread(self.engine.stop)
+        self._peers.close()
+        self._transfer.close()
+
+
+async def serve(config: PrefillNodeConfig) -> int:
+    """Runs a prefill node until it is told to stop. Returns the exit status."""
+    # The model and its arena are built off the event loop, so that a signal is heard while they load.
+    from node_runtime.engine.assembly import build_core
+
+    telemetry = Telemetry.setup("pdmesh-prefill", config.node_id, config.otlp_endpoint)
+    stop_request = StopRequest()
+    nodes: list[PrefillNode] = []
+
+    async def start() -> None:
+        core = await asyncio.to_thread(build_core, config, Role.PREFILL, max_ready_ungranted=config.max_ready_ungranted)
+        node = PrefillNode(
+            config,
+            core,
+            telemetry=telemetry,
+            on_fatal=lambda error: stop_request.ask(f"the engine broke down: {error}", EXIT_FAILURE),
+        )
+        nodes.append(node)
+        await node.start()
+        announce_ready(role="prefill", node_id=config.node_id, address=node.address)
+
+    async def stop() -> None:
+        for node in nodes:
+            await node.stop()
+        await asyncio.to_thread(telemetry.shutdown)
+
+    return await run_until_stopped(start, stop, stop_request)

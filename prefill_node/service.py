@@ -1,0 +1,221 @@
+"""The Prefill service: bootstraps decode nodes and carries handoffs.
+
+It checks what a peer says before anything is started, names requests inside this node so that no late event of an old
+one can touch a new one, and relays between the gRPC stream and `PromptHandoff`. It knows no scheduler, no arena, no
+engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from pdmesh.v1 import handoff_pb2, prefill_pb2
+
+from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.errors import DuplicateRequest, InvalidRequest, NotBootstrapped, QueueFull, RequestTooLarge
+from node_runtime.handoff.checks import check_grant, check_start
+from node_runtime.handoff.events import GaveUp, StreamClosed
+from node_runtime.handoff.messages import Grant, Start
+from node_runtime.handoff.states import PrefillState
+from node_runtime.log_context import bound_request_id
+from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, code_number, span_names
+from node_runtime.wire.handoff import request_from_proto, response_to_proto
+from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
+from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
+from prefill_node.peers import DecodePeer, Introduction
+
+_log = logging.getLogger(__name__)
+
+_CANCELLED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLimits:
+    """What bounds one prompt and the queue of this node."""
+
+    vocab_size: int
+    context_tokens: int
+    max_request_tokens: int
+    max_waiting_requests: int
+
+
+class PrefillService:
+    """Servicer of pdmesh.v1.Prefill. Lives on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        incarnation: int,
+        manifest: PlacementManifest,
+        limits: PrefillLimits,
+        tools: HandoffTools,
+        telemetry: Telemetry,
+    ) -> None:
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._manifest = manifest
+        self._limits = limits
+        self._tools = tools
+        self._telemetry = telemetry
+        self._live: dict[str, PromptHandoff] = {}
+        self._serials = itertools.count(1)
+
+    @property
+    def num_handoffs(self) -> int:
+        """Handoffs that hold something on this node, drained ones not counted."""
+        return len(self._live)
+
+    async def Bootstrap(
+        self, request: prefill_pb2.BootstrapRequest, context: RpcContext
+    ) -> prefill_pb2.BootstrapResponse:
+        caller = Introduction(
+            node_id=request.node_id,
+            incarnation=request.incarnation,
+            manifest=manifest_from_proto(request.manifest),
+            nonce=request.nonce,
+            nonce_address=request.nonce_address,
+        )
+        await self._tools.peers.bootstrap(caller)
+        return prefill_pb2.BootstrapResponse(
+            node_id=self._node_id, incarnation=self._incarnation, manifest=manifest_to_proto(self._manifest)
+        )
+
+    async def Handoff(
+        self, requests: AsyncIterable[handoff_pb2.HandoffRequest], context: RpcContext
+    ) -> AsyncIterator[handoff_pb2.HandoffResponse]:
+        messages = aiter(requests)
+        start = await self._first_message(messages)
+        with (
+            bound_request_id(start.request_id),
+            self._telemetry.span(
+                span_names.SPAN_PREFILL_REQUEST, kind=SpanKind.SERVER, attributes=self._attributes(start)
+            ) as span,
+        ):
+            handoff = self._open(start)
+            reader = asyncio.create_task(self._read(messages, handoff))
+            try:
+                while not isinstance(item := await handoff.outgoing.get(), StreamEnd):
+                    yield response_to_proto(item)
+                if item.error is not None:
+                    raise item.error
+            finally:
+                reader.cancel()
+                handoff.feed(StreamClosed(code=_CANCELLED, message="the control stream ended"))
+                self._record(span, handoff)
+
+    @staticmethod
+    async def _first_message(messages: AsyncIterator[handoff_pb2.HandoffRequest]) -> Start:
+        async for message in messages:
+            start = request_from_proto(message)
+            if isinstance(start, Start):
+                return start
+            break
+        raise InvalidRequest("the first message of a handoff must be Start")
+
+    def _open(self, start: Start) -> PromptHandoff:
+        """Checks everything, then submits. Nothing is held when it raises."""
+        if start.prefill_incarnation != self._incarnation:
+            raise NotBootstrapped("prefill_incarnation: this prefill node was restarted since the bootstrap")
+        peer = self._tools.peers.find(start.decode_incarnation)
+        if start.request_id in self._live:
+            raise DuplicateRequest(start.request_id)
+        self._check_queue()
+        handoff = PromptHandoff(
+            engine_id=f"{start.request_id}#{next(self._serials)}",
+            peer=peer,
+            tools=self._tools,
+            check_start=self._check_start,
+            check_grant=partial(self._check_grant, peer),
+            on_terminal=partial(self._forget, start.request_id, peer),
+        )
+        handoff.open(start)
+        self._live[start.request_id] = handoff
+        peer.num_handoffs += 1
+        return handoff
+
+    def _check_queue(self) -> None:
+        num_waiting = sum(handoff.state is PrefillState.QUEUED for handoff in self._live.values())
+        if num_waiting >= self._limits.max_waiting_requests:
+            raise QueueFull(
+                f"{num_waiting} prompts wait on prefill node {self._node_id}, "
+                f"max_waiting_requests={self._limits.max_waiting_requests}"
+            )
+
+    def _check_start(self, start: Start) -> None:
+        limits = self._limits
+        check_start(start, vocab_size=limits.vocab_size, max_prompt_tokens=limits.context_tokens - 1)
+        # One place for the first token, which this node samples.
+        if len(start.token_ids) + 1 > limits.max_request_tokens:
+            raise RequestTooLarge(
+                f"token_ids: {len(start.token_ids)} tokens given, the arena of prefill node {self._node_id} holds "
+                f"max_request_tokens={limits.max_request_tokens} for one request"
+            )
+
+    def _check_grant(self, peer: DecodePeer, start: Start, grant: Grant) -> None:
+        check_grant(
+            grant,
+            num_prompt_tokens=len(start.token_ids),
+            prefix_granularity=self._manifest.logical.prefix_granularity,
+            groups=peer.groups,
+        )
+
+    def _forget(self, request_id: str, peer: DecodePeer) -> None:
+        peer.num_handoffs -= 1
+        del self._live[request_id]
+
+    @staticmethod
+    async def _read(messages: AsyncIterator[handoff_pb2.HandoffRequest], handoff: PromptHandoff) -> None:
+        """Feeds what the peer sends. Its half-close says nothing: the stream itself ends with the call."""
+        try:
+            async for message in messages:
+                handoff.feed(request_from_proto(message))
+        except InvalidRequest as error:
+            handoff.feed(GaveUp(code=code_number(error), message=error.message))
+
+    # Telemetry.
+
+    def _attributes(self, start: Start) -> dict[str, str | int]:
+        return {
+            span_names.PDMESH_REQUEST_ID: start.request_id,
+            span_names.PDMESH_NODE_ID: self._node_id,
+            span_names.PDMESH_HANDOFF_ID: start.handoff_id.hex(),
+            span_names.GEN_AI_USAGE_INPUT_TOKENS: len(start.token_ids),
+        }
+
+    def _record(self, span: Span, handoff: PromptHandoff) -> None:
+        """The phases, measured on the engine's and the data plane's threads, as children of the request's span."""
+        progress = handoff.progress
+        span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, progress.cached_tokens)
+        for name, begin_s, end_s in _phases(progress):
+            self._record_phase(span, name, begin_s, end_s)
+        summary = progress.transfer
+        if summary is not None and summary.first_posted_at_s is not None and summary.last_landed_at_s is not None:
+            attributes = {
+                span_names.PDMESH_TRANSFER_BYTES: summary.num_bytes,
+                span_names.PDMESH_TRANSFER_RUNS: summary.num_runs,
+                span_names.PDMESH_TRANSFER_BLOCKS: handoff.num_granted_blocks,
+            }
+            self._record_phase(
+                span, span_names.SPAN_TRANSFER, summary.first_posted_at_s, summary.last_landed_at_s, attributes
+            )
+
+    def _record_phase(
+        self, span: Span, name: str, begin_s: float, end_s: float, attributes: dict[str, int] | None = None
+    ) -> None:
+        clock = self._tools.clock
+        self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context, attributes)
+
+
+def _phases(progress: Progress) -> list[tuple[str, float, float]]:
+    phases = []
+    if progress.admitted_at_s is not None:
+        phases.append((span_names.SPAN_PREFILL_QUEUE, progress.started_at_s, progress.admitted_at_s))
+        if progress.first_token_at_s is not None:
+            phases.append((span_names.SPAN_PREFILL_COMPUTE, progress.admitted_at_s, progress.first_token_at_s))
+    return phases

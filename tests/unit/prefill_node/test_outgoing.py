@@ -1,0 +1,131 @@
+"""The writes of one handoff: counted, fenced, and always brought to an end."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from cache_runtime.transfer.engine import EngineClosed, LinkWedged, Run, TransferFailed, TransferReport
+from prefill_node.outgoing import OutgoingTransfer, TransferDrained, TransferFault, TransferLanded, TransferNews
+
+RUN = Run(1, 2, 3)
+
+
+class HeldLink:
+    """A peer link whose writes end when the test says so."""
+
+    peer = "decode:1"
+
+    def __init__(self) -> None:
+        self.writes: list[Future[TransferReport]] = []
+        self.refusal: Exception | None = None
+
+    def write(self, runs, *, timeout_s: float) -> Future[TransferReport]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.writes.append(Future())
+        return self.writes[-1]
+
+    def close(self) -> None:
+        pass
+
+    def land(self, index: int, posted_at_s: float = 1.0, landed_at_s: float = 2.0) -> None:
+        report = TransferReport(num_bytes=100, num_runs=2, posted_at_s=posted_at_s, landed_at_s=landed_at_s)
+        self.writes[index].set_result(report)
+
+
+@pytest.fixture
+def link() -> HeldLink:
+    return HeldLink()
+
+
+@pytest.fixture
+def news() -> list[TransferNews]:
+    return []
+
+
+@pytest.fixture
+def transfer(link: HeldLink, news: list[TransferNews]) -> OutgoingTransfer:
+    return OutgoingTransfer(link, news.append, write_timeout_s=1.0)
+
+
+def test_it_has_landed_when_all_was_posted_and_the_last_write_landed(transfer, link, news) -> None:
+    transfer.post([RUN])
+    transfer.post([RUN])
+    link.land(1, posted_at_s=5.0, landed_at_s=9.0)
+    transfer.complete()
+    assert news == []
+    link.land(0, posted_at_s=4.0, landed_at_s=8.0)
+    (landed,) = news
+    assert isinstance(landed, TransferLanded)
+    assert (landed.summary.num_bytes, landed.summary.num_runs) == (200, 4)
+    assert (landed.summary.first_posted_at_s, landed.summary.last_landed_at_s) == (4.0, 9.0)
+
+
+def test_landing_before_the_last_post_is_not_the_end(transfer, link, news) -> None:
+    transfer.post([RUN])
+    link.land(0)
+    assert news == []
+    transfer.complete()
+    assert isinstance(news[0], TransferLanded)
+
+
+def test_after_stop_nothing_is_posted_and_it_drains_with_the_last_write(transfer, link, news) -> None:
+    transfer.post([RUN])
+    transfer.stop()
+    transfer.post([RUN])
+    assert len(link.writes) == 1
+    assert news == []
+    link.land(0)
+    assert news == [TransferDrained()]
+
+
+def test_stopping_with_nothing_outstanding_drains_at_once_and_only_once(transfer, news) -> None:
+    transfer.stop()
+    transfer.stop()
+    transfer.complete()
+    assert news == [TransferDrained()]
+
+
+def test_a_failed_write_is_told_once_and_stops_the_posting(transfer, link, news) -> None:
+    transfer.post([RUN])
+    transfer.post([RUN])
+    error = TransferFailed("decode:1", "connection reset")
+    link.writes[0].set_exception(error)
+    link.writes[1].set_exception(TransferFailed("decode:1", "the same again"))
+    transfer.post([RUN])
+    transfer.complete()
+    assert news == [TransferFault(error=error)]
+    assert len(link.writes) == 2
+    transfer.stop()
+    assert news[1:] == [TransferDrained()]
+
+
+def test_a_write_that_is_refused_outright_is_a_fault(transfer, link, news) -> None:
+    link.refusal = EngineClosed("decode:1", "the link is closed")
+    transfer.post([RUN])
+    assert news == [TransferFault(error=link.refusal)]
+    transfer.stop()
+    assert news[1:] == [TransferDrained()]
+
+
+def test_a_fault_of_our_own_is_told_once(transfer, news) -> None:
+    error = ValueError("no such block")
+    transfer.fail(error)
+    transfer.fail(error)
+    assert news == [TransferFault(error=error)]
+
+
+def test_a_failure_after_stop_is_only_the_end_of_a_write(transfer, link, news) -> None:
+    transfer.post([RUN])
+    transfer.stop()
+    link.writes[0].set_exception(TransferFailed("decode:1", "gone"))
+    assert news == [TransferDrained()]
+
+
+def test_a_wedged_write_never_counts_as_drained(transfer, link, news) -> None:
+    transfer.post([RUN])
+    link.writes[0].set_exception(LinkWedged("decode:1", "runs never ended"))
+    transfer.stop()
+    assert [type(item) for item in news] == [TransferFault]
