@@ -246,12 +246,38 @@ def blocked_queue() -> Iterator[Row]:
     )
 
 
+def queue_after_an_end() -> Iterator[Row]:
+    """Blocks come free, but too few for any of many waiting prompts that share a long cached prefix."""
+    shared = prompt(1, LONG_PROMPT_TOKENS // 2)
+    load = DecodeLoad.start(256, 64, spare_blocks=2 * LONG_PROMPT_BLOCKS)
+    cached = np.append(shared, np.int32(5)).astype(np.int32)
+    submit(load.scheduler, "cached", cached)
+    load.scheduler.next_plan()
+    load.scheduler.advance([sc.ResultEvent("cached", [1]), sc.FinishEvent("cached")])
+    for number in range(1000):
+        tail = prompt(5000 + number, 2 * LONG_PROMPT_TOKENS)
+        submit(load.scheduler, f"queued-{number}", np.concatenate([shared, tail]).astype(np.int32))
+    load.step()
+    samples = []
+    for _ in range(32):
+        load.scheduler.advance([sc.FinishEvent(load.results.pop().request_id)])
+        samples.append(cpu_us(load.step))
+    yield Row(
+        bench="step_after_an_end",
+        case="224 to 256 decodes, 1000 long prompts that do not fit and share a cached half",
+        value=statistics.median(samples),
+        unit="us",
+        goal=1000.0,
+        better="lower",
+    )
+
+
 def main() -> None:
     gc.disable()
     table = Table(title="scheduler_core, CPU time")
     for heading in ("bench", "case", "value", "unit", "goal", ""):
         table.add_column(heading, justify="right" if heading in ("value", "goal") else "left")
-    for measure in (decode_steps, plan_hand_over, hashing, admissions, full_hit, blocked_queue):
+    for measure in (decode_steps, plan_hand_over, hashing, admissions, full_hit, blocked_queue, queue_after_an_end):
         for row in measure():
             print(json.dumps(asdict(row)), flush=True)
             sign = "<=" if row.better == "lower" else ">="

@@ -25,7 +25,7 @@ void BindPlainEvent(nb::module_& module, const char* name, const char* doc) {
 template <typename Event, typename... Others>
 EventView ViewAsOneOf(nb::handle event) {
   if (nb::isinstance<Event>(event)) {
-    return static_cast<const Event*>(nb::inst_ptr<Event>(event));
+    return &ValueOf<Event>(event);
   }
   if constexpr (sizeof...(Others) > 0) {
     return ViewAsOneOf<Others...>(event);

@@ -14,7 +14,7 @@ using Int32Arrays = nb::typed<nb::list, Int32Array>;
 using PlanHandle = nb::handle_t<Plan>;
 
 const Plan& Of(PlanHandle self) {
-  return *nb::inst_ptr<Plan>(self);
+  return ValueOf<Plan>(self);
 }
 
 template <std::vector<std::int32_t> Plan::* Column>
@@ -42,7 +42,7 @@ void BindParts(nb::module_& module) {
       .def_prop_ro(
           "block_ids",
           [](nb::handle_t<RemotePrefill> self) {
-            return Int32Arrays(ViewsOf(nb::inst_ptr<RemotePrefill>(self)->block_ids, self));
+            return Int32Arrays(ViewsOf(ValueOf<RemotePrefill>(self).block_ids, self));
           },
           "per group: int32[n], granted blocks up to the prompt's end");
   nb::class_<Handover>(module, "Handover", "Prefill role: a prompt is computed and its first token landed.")

@@ -53,10 +53,9 @@ void BindSpec(nb::module_& module) {
       .def("__init__", &InitSpec, nb::kw_only(), "request_id"_a, "tokens"_a, "max_new_tokens"_a,
            "extra_keys"_a = ByteKeys(), "local_prefill"_a = false)
       .def_ro("request_id", &RequestSpec::request_id)
-      .def_prop_ro("tokens",
-                   [](nb::handle_t<RequestSpec> self) {
-                     return ViewOf(nb::inst_ptr<RequestSpec>(self)->tokens, self);
-                   })
+      .def_prop_ro(
+          "tokens",
+          [](nb::handle_t<RequestSpec> self) { return ViewOf(ValueOf<RequestSpec>(self).tokens, self); })
       .def_ro("max_new_tokens", &RequestSpec::max_new_tokens)
       .def_ro("local_prefill", &RequestSpec::local_prefill);
 }
@@ -89,7 +88,8 @@ nb::typed<nb::list, nb::bytes> HashGrains(std::span<const std::int32_t> tokens,
     throw nb::value_error("prefix_granularity must be at least 1");
   }
   GrainChain chain(prefix_granularity, KeysOf(extra_keys));
-  chain.ExtendTo(tokens, static_cast<std::int32_t>(tokens.size()) / prefix_granularity);
+  chain.ExtendTo(tokens,
+                 static_cast<std::int32_t>(tokens.size() / static_cast<std::size_t>(prefix_granularity)));
   nb::typed<nb::list, nb::bytes> digests;
   for (const Digest& digest : chain.digests()) {
     digests.append(nb::bytes(digest.data(), digest.size()));

@@ -15,6 +15,15 @@ namespace nb = nanobind;
 
 using Int32Array = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>, nb::c_contig>;
 
+// The C++ value of an object whose type was checked. An object made by __new__ alone has none.
+template <typename Value>
+const Value& ValueOf(nb::handle self) {
+  if (!nb::inst_ready(self)) {
+    throw nb::type_error("the object was never initialised");
+  }
+  return *nb::inst_ptr<Value>(self);
+}
+
 // A read-only view that keeps `owner` alive.
 inline Int32Array ViewOf(const std::vector<std::int32_t>& values, nb::handle owner) {
   return Int32Array(values.data(), {values.size()}, owner);

@@ -6,19 +6,13 @@ namespace pdmesh {
 
 void SlotLease::Reset() noexcept {
   if (pool_ != nullptr) {
-    std::exchange(pool_, nullptr)->free_.insert(std::exchange(slot_, 0));
-  }
-}
-
-SlotPool::SlotPool(std::int32_t num_slots) {
-  for (std::int32_t slot = 1; slot <= num_slots; ++slot) {
-    free_.insert(free_.end(), slot);
+    std::exchange(pool_, nullptr)->returned_.insert(std::exchange(slot_, 0));
   }
 }
 
 SlotLease SlotPool::Lease() {
   Ensure(has_free_slot(), "a request slot was leased while none was free");
-  return SlotLease(this, free_.extract(free_.begin()).value());
+  return SlotLease(this, returned_.empty() ? ++num_used_ : returned_.extract(returned_.begin()).value());
 }
 
 }  // namespace pdmesh

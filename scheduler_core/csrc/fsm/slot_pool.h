@@ -40,17 +40,19 @@ class SlotLease {
 // Outlives its leases.
 class SlotPool {
  public:
-  explicit SlotPool(std::int32_t num_slots);
+  explicit SlotPool(std::int32_t num_slots) : num_slots_(num_slots) {}
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
 
-  bool has_free_slot() const { return !free_.empty(); }
+  bool has_free_slot() const { return !returned_.empty() || num_used_ < num_slots_; }
   // The lowest free slot. REQUIRES: has_free_slot().
   SlotLease Lease();
 
  private:
   friend class SlotLease;
-  std::set<std::int32_t> free_;
+  std::int32_t num_slots_;
+  std::int32_t num_used_ = 0;        // slots [1, num_used_] were leased at some time
+  std::set<std::int32_t> returned_;  // those of them that are free
 };
 
 }  // namespace pdmesh

@@ -16,6 +16,10 @@ class Round {
   std::int32_t num_free_rows() const { return num_free_rows_; }
   std::int32_t num_budget_tokens() const { return num_budget_tokens_; }
   bool has_room() const { return num_free_rows_ > 0 && num_budget_tokens_ > 0; }
+  // Something to compute or to grant was planned.
+  bool has_work() const {
+    return !prefill_rows_.empty() || !decode_rows_.empty() || !plan_.remote_prefills.empty();
+  }
 
   // The request's next `num_input_tokens` prompt tokens from `begin`. REQUIRES: room for them.
   void AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens);

@@ -186,9 +186,28 @@ bool Scheduler::ClearCache() {
 void Scheduler::SetState(Request& request, RequestState state) {
   num_ready_ungranted_ -= IsReadyUngranted(request) ? 1 : 0;
   QueueOf(request.phase()).erase(&request);
+  CountQuarantined(request.state, -1);
   request.state = std::move(state);
+  CountQuarantined(request.state, 1);
   QueueOf(request.phase()).insert(&request);
   num_ready_ungranted_ += IsReadyUngranted(request) ? 1 : 0;
+}
+
+void Scheduler::CountQuarantined(const RequestState& state, std::int32_t change) {
+  const auto* quarantined = std::get_if<Quarantined>(&state);
+  if (quarantined == nullptr) {
+    return;
+  }
+  for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
+    for (const std::int32_t block_id : quarantined->tables[static_cast<std::size_t>(group)].block_ids()) {
+      if (block_id != kNullBlockId) {
+        const std::int32_t lcm_block = coordinator_.pool().PlaceOf(group, block_id).lcm_block;
+        if ((num_quarantined_children_[lcm_block] += change) == 0) {
+          num_quarantined_children_.erase(lcm_block);
+        }
+      }
+    }
+  }
 }
 
 // Requests that can decode stand in one line whether they have decoded before or not.

@@ -98,15 +98,18 @@ class Scheduler {
   void PlanDecodeRole(Round& round);
   bool PlanOneLocalPrefill(Round& round);
   void PlanRemoteAdmissions(Round& round);
-  bool HasRunnableDecode() const;
 
   // One request.
   void PlanChunk(Round& round, Request& request);
   AdmitOutcome AdmitPrompt(Round& round, Request& request);
   void GrantRemote(Round& round, Request& request, const Holdings& holdings) const;
   std::optional<Holdings> AdmitFirst(Round& round, Request& request, bool is_local);
+  std::optional<Holdings> AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
+                                      bool is_local);
   PrefixProbe Probe(Request& request);
   bool IsStillBlocked(const Request& request) const;
+  // What a first admission of the request reserves behind its hits.
+  std::int64_t TokensBehind(const Request& request, std::int64_t hit_tokens) const;
   void PublishPending(Request& request, Holdings& holdings);
   RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
 
@@ -114,7 +117,7 @@ class Scheduler {
   RequestQueue& QueueOf(Phase phase);
   const RequestQueue& QueueOf(Phase phase) const;
   bool IsReadyUngranted(const Request& request) const;
-  std::int32_t NumQuarantinedLcmBlocks() const;
+  void CountQuarantined(const RequestState& state, std::int32_t change);
   void DescribeRequest(const Request& request, std::string& out) const;
 
   const SchedulerConfig config_;
@@ -126,6 +129,8 @@ class Scheduler {
   std::uint64_t num_submitted_ = 0;
   std::uint64_t num_event_batches_ = 0;
   std::int32_t num_ready_ungranted_ = 0;
+  std::unordered_map<std::int32_t, std::int32_t>
+      num_quarantined_children_;               // by parent that has any; looked up, never walked
   bool last_round_was_local_prefill_ = false;  // decode role
 };
 

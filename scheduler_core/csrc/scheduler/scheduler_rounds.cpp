@@ -87,12 +87,6 @@ void Scheduler::PlanDecodes(Round& round, std::int32_t cost_tokens_per_row) {
   }
 }
 
-bool Scheduler::HasRunnableDecode() const {
-  const RequestQueue& decodes = QueueOf(Phase::kDecoding);
-  return std::any_of(decodes.begin(), decodes.end(),
-                     [](const Request* request) { return request->CanDecode(); });
-}
-
 void Scheduler::PlanPrefills(Round& round) {
   if (PlanResidentChunks(round)) {
     PlanNewPrompts(round);
@@ -136,14 +130,18 @@ void Scheduler::PlanNewPrompts(Round& round) {
   }
 }
 
-// A local prefill has its batch to itself. It takes turns with decodes, so that a long prompt cannot starve
-// them.
+// A local prefill has its round to itself. It takes turns with decodes and remote admissions, so that a long
+// prompt cannot starve them.
 void Scheduler::PlanDecodeRole(Round& round) {
-  const bool is_local_turn = !(last_round_was_local_prefill_ && HasRunnableDecode());
-  last_round_was_local_prefill_ = is_local_turn && PlanOneLocalPrefill(round);
-  if (!last_round_was_local_prefill_) {
-    PlanDecodes(round, 0);
-    PlanRemoteAdmissions(round);
+  const bool is_turn_of_others = std::exchange(last_round_was_local_prefill_, false);
+  if (!is_turn_of_others && PlanOneLocalPrefill(round)) {
+    last_round_was_local_prefill_ = true;
+    return;
+  }
+  PlanDecodes(round, 0);
+  PlanRemoteAdmissions(round);
+  if (is_turn_of_others && !round.has_work()) {
+    last_round_was_local_prefill_ = PlanOneLocalPrefill(round);
   }
 }
 
@@ -157,13 +155,16 @@ bool Scheduler::PlanOneLocalPrefill(Round& round) {
     PlanChunk(round, oldest);
     return true;
   }
+  AdmissionLine line;
   const RequestQueue& waiting = QueueOf(Phase::kWaiting);
-  const auto is_local = [](const Request* request) { return !request->is_remote; };
-  for (auto next = std::find_if(waiting.begin(), waiting.end(), is_local);
-       next != waiting.end() && slots_.has_free_slot();
-       next = std::find_if(std::next(next), waiting.end(), is_local)) {
-    if (AdmitPrompt(round, **next) == AdmitOutcome::kAdmitted) {
+  for (auto next = waiting.begin(); next != waiting.end() && slots_.has_free_slot();) {
+    Request& request = **next++;
+    if (!request.is_remote && AdmitPrompt(round, request) == AdmitOutcome::kAdmitted) {
+      line.NoteAdmitted();
       return true;
+    }
+    if (request.blocked && !line.PassBlocked(request)) {
+      return false;
     }
   }
   return false;
@@ -174,15 +175,16 @@ void Scheduler::PlanRemoteAdmissions(Round& round) {
   RequestQueue& waiting = QueueOf(Phase::kWaiting);
   for (auto next = waiting.begin(); next != waiting.end() && slots_.has_free_slot();) {
     Request& request = **next++;
-    if (!request.is_remote) {
-      continue;
+    std::optional<Holdings> holdings;
+    if (request.is_remote) {
+      holdings = AdmitFirst(round, request, /*is_local=*/false);
     }
-    if (std::optional<Holdings> holdings = AdmitFirst(round, request, /*is_local=*/false)) {
+    if (holdings) {
       line.NoteAdmitted();
       GrantRemote(round, request, *holdings);
       SetState(request,
                GrantRemotePrefill(std::get<Waiting>(std::move(request.state)), std::move(*holdings)));
-    } else if (!line.PassBlocked(request)) {
+    } else if (request.blocked && !line.PassBlocked(request)) {
       return;
     }
   }
@@ -247,20 +249,35 @@ std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bo
     return std::nullopt;
   }
   const PrefixProbe probe = Probe(request);
+  std::optional<Holdings> holdings = AdmitBehind(round, request, probe, is_local);
+  if (!holdings && probe.hit_tokens > 0) {
+    // Hits pin the parents they lie in, more of them than a compact table would take. A prompt near the bound
+    // could wait for those for ever, in an idle pool too, so it is tried without its hits.
+    holdings = AdmitBehind(round, request, coordinator_.ProbePrefix({}, 0), is_local);
+  }
+  if (holdings) {
+    request.blocked.reset();
+  } else {
+    request.blocked = {
+        .capacity_version = coordinator_.capacity_version(),
+        .num_hit_grains = static_cast<std::int32_t>(probe.hit_tokens) / config_.prefix_granularity};
+  }
+  return holdings;
+}
+
+// Admits behind the hits of `probe` if it fits.
+std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
+                                               bool is_local) {
   const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
   const std::int32_t left = request.num_prompt_tokens - hit_tokens;
   const std::int32_t computed_now = is_local ? std::min(left, round.num_budget_tokens()) : left;
-  const std::int64_t needed =
-      capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens) - hit_tokens;
+  const std::int64_t needed = TokensBehind(request, hit_tokens);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
   const auto admission = coordinator_.AdmitFirst(
       tables, probe, {.extent_tokens = computed_now, .reserve_tokens = needed - computed_now});
   if (!admission) {
-    request.blocked = {.capacity_version = coordinator_.capacity_version(),
-                       .num_hit_grains = hit_tokens / config_.prefix_granularity};
     return std::nullopt;
   }
-  request.blocked.reset();
   round.AddZeroBlocks(admission->fresh_ids);
   round.plan().admissions.push_back({.request_id = request.request_id,
                                      .device_hit_tokens = hit_tokens,
@@ -283,13 +300,24 @@ PrefixProbe Scheduler::Probe(Request& request) {
 }
 
 bool Scheduler::IsStillBlocked(const Request& request) const {
-  if (!request.blocked || request.blocked->capacity_version != coordinator_.capacity_version()) {
+  if (!request.blocked) {
     return false;
   }
   const std::int32_t next_grain = request.blocked->num_hit_grains;
   const bool can_grow = config_.enable_prefix_cache &&
                         next_grain < (request.num_prompt_tokens - 1) / config_.prefix_granularity;
-  return !(can_grow && coordinator_.HasGrain(request.chain.digests(), next_grain));
+  if (can_grow && coordinator_.HasGrain(request.chain.digests(), next_grain)) {
+    return false;
+  }
+  // It has no more hits than when it failed, so what could not fit behind those fits behind none.
+  return request.blocked->capacity_version == coordinator_.capacity_version() ||
+         !coordinator_.CouldAdmit(
+             {.extent_tokens = TokensBehind(request, std::int64_t{next_grain} * config_.prefix_granularity),
+              .reserve_tokens = 0});
+}
+
+std::int64_t Scheduler::TokensBehind(const Request& request, std::int64_t hit_tokens) const {
+  return capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens) - hit_tokens;
 }
 
 void Scheduler::PublishPending(Request& request, Holdings& holdings) {
@@ -307,7 +335,8 @@ RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings) cons
   request.chain.ExtendTo(request.tokens, end_grain);
   return {.digests = request.chain.digests(),
           .first_grain = first_grain,
-          .end_grain = std::max(first_grain, end_grain)};
+          .end_grain = std::max(first_grain, end_grain),
+          .keeps_duplicates = config_.role == Role::kPrefill};
 }
 
 }  // namespace pdmesh

@@ -22,26 +22,11 @@ std::vector<std::vector<std::int32_t>> Scheduler::BlockTablesOf(const std::strin
   return tables;
 }
 
-std::int32_t Scheduler::NumQuarantinedLcmBlocks() const {
-  std::set<std::int32_t> lcm_blocks;
-  for (const Request* request : QueueOf(Phase::kQuarantined)) {
-    const std::vector<BlockTable>& tables = *TablesOf(request->state);
-    for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
-      for (const std::int32_t block_id : tables[static_cast<std::size_t>(group)].block_ids()) {
-        if (block_id != kNullBlockId) {
-          lcm_blocks.insert(coordinator_.pool().PlaceOf(group, block_id).lcm_block);
-        }
-      }
-    }
-  }
-  return static_cast<std::int32_t>(lcm_blocks.size());
-}
-
 Capacity Scheduler::capacity() const {
   const std::int32_t total = coordinator_.pool().num_lcm_blocks();
   const std::int32_t empty = coordinator_.pool().num_empty_lcm_blocks();
   const std::int32_t cached = coordinator_.num_cached_lcm_blocks();
-  const std::int32_t quarantined = NumQuarantinedLcmBlocks();
+  const auto quarantined = static_cast<std::int32_t>(num_quarantined_children_.size());
   const auto size_of = [this](Phase phase) { return static_cast<std::int32_t>(QueueOf(phase).size()); };
   const std::int32_t waiting = size_of(Phase::kAwaitingReady) + size_of(Phase::kWaiting);
   const std::int32_t live = static_cast<std::int32_t>(requests_.size()) - size_of(Phase::kFinished);

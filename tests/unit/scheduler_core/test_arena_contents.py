@@ -1,9 +1,9 @@
 """What the blocks hold: random histories on a simulated arena, whose every read must find what was written for it.
 
 A row of the arena is stood for by the tokens up to its position, so that a read of a block that was never written, was
-given to someone else or holds another prefix is seen. Peers copy late, as a data plane does: a copy out of a prefill node
-reads the blocks that were posted for it, and a granted block of a failed handoff may still be written until it is quiet.
-Every history ends by itself: nothing that was submitted waits for ever.
+given to someone else or holds another prefix is seen. Peers copy late, as a data plane does: a copy out of a prefill
+node reads the blocks that were posted for it, and a granted block of a failed handoff may still be written until it is
+quiet. Every history ends by itself: nothing that was submitted waits for ever.
 """
 
 from __future__ import annotations

@@ -177,6 +177,27 @@ def test_a_blocked_prompt_is_passed_by_a_bounded_number_of_younger_ones() -> Non
     assert num_passed == 64
 
 
+def test_a_prompt_whose_hits_are_scattered_over_many_parents_starts_without_them() -> None:
+    groups = [full_group("single"), full_group("packed", block_granularity=2, cache_blocks_per_lcm_block=8)]
+    runtime = _runtime(num_lcm_blocks=10, cache_groups=groups)
+    turns = list(range(31))
+    for name, tokens, finished in (
+        ("other", range(50, 58), []),
+        ("turn1", turns[:12], ["turn1"]),
+        ("third", range(70, 78), ["other", "third"]),
+        ("turn2", turns[:16], ["turn2"]),
+    ):
+        runtime.scheduler.submit([spec(name, tokens, max_new_tokens=1)])
+        runtime.step()
+        runtime.finish(*finished)
+    assert runtime.admissions["turn2"] == 8
+    # The prompt is as long as the pool allows, and its hits lie in more parents than that leaves for them.
+    assert runtime.scheduler.max_request_tokens == 32
+    runtime.scheduler.submit([spec("turn3", turns, max_new_tokens=1)])
+    assert rows_of(runtime.step()) == [("turn3", 0, 31)]
+    assert runtime.admissions["turn3"] == 0
+
+
 def test_a_finished_request_leaves_the_plan_after_it() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 3, max_new_tokens=9)])
@@ -267,6 +288,20 @@ def test_request_slots_are_unique_and_reused() -> None:
     runtime.scheduler.advance([sc.AbortEvent("a")])
     plan = runtime.step()
     assert dict(zip(plan.request_ids, plan.request_slots.tolist(), strict=True)) == {"b": 2, "c": 1}
+
+
+def test_a_large_limit_of_rows_costs_nothing() -> None:
+    runtime = _runtime(max_batch_size=2**31 - 1, token_budget=2**31 - 1)
+    runtime.scheduler.submit([spec("a", 3)])
+    assert runtime.step().request_slots.tolist() == [1]
+
+
+def test_objects_that_were_never_initialised_are_refused() -> None:
+    runtime = _runtime()
+    with pytest.raises(TypeError, match="initialised"):
+        runtime.scheduler.advance([sc.AbortEvent.__new__(sc.AbortEvent)])
+    with pytest.raises(TypeError, match="initialised"):
+        _ = sc.Plan.__new__(sc.Plan).token_ids
 
 
 def test_the_tables_of_an_unknown_request_cannot_be_asked() -> None:

@@ -69,6 +69,28 @@ def test_an_ended_prompt_keeps_its_blocks_until_the_transfer_is_quiet(ending: sc
     assert runtime.plan().finished == ["a"]
 
 
+@pytest.mark.parametrize("ending", ["handed over", "failed"])
+def test_a_duplicate_block_stays_taken_while_the_transfer_may_read_it(ending: str) -> None:
+    runtime = _prefill(token_budget=16)
+    runtime.scheduler.submit([spec("a", 8), spec("b", [*range(8), 9, 9, 9, 9])])
+    runtime.step()
+    assert runtime.scheduler.block_tables("b")[0].tolist() == [4, 5, 6, 7]
+    runtime.step()
+    # The table shares the blocks of a from now on, but what was posted for b reads those it had.
+    assert runtime.scheduler.block_tables("b")[0].tolist()[:2] == [1, 2]
+    runtime.step()
+    assert runtime.scheduler.capacity().active_lcm_blocks == 7
+    if ending == "handed over":
+        runtime.scheduler.advance([sc.HandedOverEvent("b")])
+    else:
+        runtime.scheduler.advance([sc.FailedEvent("b")])
+        assert runtime.scheduler.capacity().active_lcm_blocks == 7
+        runtime.scheduler.advance([sc.QuiescedEvent("b")])
+    gauges = runtime.scheduler.capacity()
+    assert gauges.active_lcm_blocks == 3
+    assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == 13
+
+
 def test_a_waiting_prompt_holds_nothing_and_ends_at_once() -> None:
     runtime = _prefill()
     runtime.scheduler.submit([spec("a", 10)])
@@ -205,6 +227,46 @@ def test_a_local_prefill_needs_no_ready_and_shares_no_batch_with_decodes() -> No
         [("local", 8, 2)],
         [("a", 7, 1), ("local", 10, 1)],
     ]
+
+
+def test_a_long_local_prefill_does_not_hold_up_grants() -> None:
+    runtime = _decode(token_budget=4)
+    runtime.scheduler.submit([spec("local", 16, local_prefill=True)])
+    assert rows_of(runtime.step()) == [("local", 0, 4)]
+    runtime.scheduler.submit([spec("remote", range(50, 55))])
+    runtime.scheduler.advance([sc.ReadyEvent("remote")])
+    plan = runtime.step()
+    assert [grant.request_id for grant in plan.remote_prefills] == ["remote"]
+    assert plan.num_rows == 0
+    assert [rows_of(runtime.step()) for _ in range(2)] == [[("local", 4, 4)], [("local", 8, 4)]]
+
+
+@pytest.mark.parametrize("big_is_local", [True, False])
+def test_local_and_remote_prompts_overtake_one_another_a_bounded_number_of_times(big_is_local: bool) -> None:
+    runtime = _decode(num_lcm_blocks=6)
+    _granted(runtime, spec("holder", 4, max_new_tokens=4))
+    big = spec("big", range(50, 70), max_new_tokens=4, local_prefill=big_is_local)
+    runtime.scheduler.submit([big])
+    if not big_is_local:
+        runtime.scheduler.advance([sc.ReadyEvent("big")])
+    runtime.step()
+    num_passed = 0
+    for number in range(200):
+        name = f"small{number}"
+        runtime.scheduler.submit([spec(name, [200 + number], max_new_tokens=1, local_prefill=not big_is_local)])
+        if big_is_local:
+            runtime.scheduler.advance([sc.ReadyEvent(name)])
+        plan = runtime.step()
+        if name not in runtime.admissions:
+            break
+        num_passed += 1
+        if big_is_local:
+            runtime.scheduler.advance([sc.DoneEvent(grant.request_id, 5) for grant in plan.remote_prefills])
+        runtime.finish(name)
+    assert num_passed == 64
+    runtime.scheduler.advance([sc.AbortEvent("holder"), sc.QuiescedEvent("holder")])
+    runtime.step()
+    assert "big" in runtime.admissions
 
 
 def test_the_first_remote_token_counts_as_generated() -> None:

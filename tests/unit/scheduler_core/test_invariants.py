@@ -202,7 +202,7 @@ class Driver:
         assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - len(active | quarantined)
 
     def blocks_of(self, request_id: str) -> list[set[int]]:
-        """Per group. On the prefill role a block stays taken to the end, also when its slot has a shared one by then."""
+        """Per group. On the prefill role a block stays taken to the end, also when its slot shares another by then."""
         tables = [set(table.tolist()) for table in self.scheduler.block_tables(request_id)]
         if self.role != sc.Role.PREFILL or not any(tables):
             return tables

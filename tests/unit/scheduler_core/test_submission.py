@@ -60,8 +60,20 @@ def test_tokens_may_be_an_int32_array_or_any_sequence_of_ints() -> None:
         assert request.tokens.tolist() == [3, 4]
 
 
+def test_arrays_of_every_layout_are_read_by_value() -> None:
+    wide = np.arange(12, dtype=np.int32)
+    for tokens in (wide[::3], wide[9::-3][::-1], wide.astype(">i4")[::3], wide.astype(np.uint32)[::3]):
+        assert sc.RequestSpec(request_id="r", tokens=tokens, max_new_tokens=1).tokens.tolist() == [0, 3, 6, 9]
+    kept = np.array([5, 6], np.int32)
+    request = sc.RequestSpec(request_id="r", tokens=kept, max_new_tokens=1)
+    kept[0] = 99
+    assert request.tokens.tolist() == [5, 6]
+    assert sc.RequestSpec(request_id="r", tokens=np.array([], np.int32), max_new_tokens=1).tokens.size == 0
+
+
 def test_tokens_that_are_no_integers_are_refused() -> None:
-    for tokens in ([0.5], np.array([0.5]), ["a"], [2**40]):
+    too_large = np.array([2**31], np.uint32)
+    for tokens in ([0.5], np.array([0.5]), ["a"], [2**40], too_large, np.zeros((2, 2), np.int32), None):
         with pytest.raises(TypeError):
             sc.RequestSpec(request_id="r", tokens=tokens, max_new_tokens=1)  # type: ignore[arg-type]
 

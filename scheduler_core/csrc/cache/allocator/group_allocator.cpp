@@ -26,8 +26,12 @@ std::vector<std::int32_t> GroupAllocator::Acquire(BlockTable& table, const Acqui
   return fresh_ids;
 }
 
-void GroupAllocator::Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical) const {
-  table.Replace(slot, canonical);
+void GroupAllocator::Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,
+                             bool keeps_duplicate) const {
+  CacheBlockRef duplicate = table.Replace(slot, canonical);
+  if (keeps_duplicate) {
+    table.Keep(std::move(duplicate));
+  }
 }
 
 }  // namespace pdmesh

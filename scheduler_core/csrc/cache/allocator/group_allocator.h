@@ -24,8 +24,10 @@ class GroupAllocator {
   // REQUIRES: the pool can provide them (checked by the admission that made the plan).
   std::vector<std::int32_t> Acquire(BlockTable& table, const AcquirePlan& plan) const;
 
-  // Makes a published slot refer to the canonical block of its content.
-  void Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical) const;
+  // Makes a published slot refer to the canonical block of its content. The duplicate is released, or held
+  // until the table is cleared.
+  void Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,
+               bool keeps_duplicate) const;
 
  private:
   BlockPool& pool_;

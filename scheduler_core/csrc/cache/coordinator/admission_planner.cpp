@@ -8,6 +8,11 @@
 namespace pdmesh {
 namespace {
 
+// Parents that `num_blocks` blocks take which no free slot is there for; negative counts take none.
+std::int64_t NumParentsFor(std::int64_t num_blocks, std::int64_t packing) {
+  return CeilDiv(std::max<std::int64_t>(0, num_blocks), packing);
+}
+
 class Shadow {
  public:
   Shadow(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks)
@@ -17,18 +22,12 @@ class Shadow {
     }
   }
 
-  bool Fits() const { return NumParentsMissing(num_free_slots_) <= num_empty_; }
-
-  // Whether the demand would fit with every evictable entry gone.
-  bool CouldFit(std::span<const PrefixCacheIndex* const> indexes) const {
-    std::vector<std::int64_t> num_free_slots = num_free_slots_;
-    std::int64_t num_empty = num_empty_;
-    for (std::size_t group = 0; group < indexes.size(); ++group) {
-      const std::int64_t num_emptied = indexes[group]->num_evictable_lcm_blocks();
-      num_empty += num_emptied;
-      num_free_slots[group] += indexes[group]->num_evictable() - num_emptied * Packing(group);
+  bool Fits() const {
+    std::int64_t num_missing = 0;
+    for (std::size_t group = 0; group < num_free_slots_.size(); ++group) {
+      num_missing += NumParentsFor(num_fresh_blocks_[group] - num_free_slots_[group], Packing(group));
     }
-    return NumParentsMissing(num_free_slots) <= num_empty;
+    return num_missing <= num_empty_;
   }
 
   void Evict(const EvictionVictim& victim) {
@@ -56,16 +55,6 @@ class Shadow {
  private:
   std::int64_t Packing(std::size_t group) const {
     return pool_.cache_blocks_per_lcm_block(static_cast<std::int32_t>(group));
-  }
-
-  std::int64_t NumParentsMissing(std::span<const std::int64_t> num_free_slots) const {
-    std::int64_t num_missing = 0;
-    for (std::size_t group = 0; group < num_free_slots.size(); ++group) {
-      const std::int64_t num_blocks =
-          std::max<std::int64_t>(0, num_fresh_blocks_[group] - num_free_slots[group]);
-      num_missing += CeilDiv(num_blocks, Packing(group));
-    }
-    return num_missing;
   }
 
   std::int32_t& OccupiedSlotsOf(const EvictionVictim& victim) {
@@ -127,6 +116,22 @@ std::vector<EvictionVictim> WithoutNeedlessVictims(Shadow& shadow, std::vector<E
 
 }  // namespace
 
+bool CouldFit(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks,
+              std::span<const PrefixCacheIndex* const> indexes) {
+  std::int64_t num_empty = pool.num_empty_lcm_blocks();
+  std::int64_t num_missing = 0;
+  for (std::size_t group = 0; group < indexes.size(); ++group) {
+    const auto group_index = static_cast<std::int32_t>(group);
+    const std::int64_t packing = pool.cache_blocks_per_lcm_block(group_index);
+    const std::int64_t num_emptied = indexes[group]->num_evictable_lcm_blocks();
+    const std::int64_t num_free_slots =
+        pool.num_free_slots(group_index) + indexes[group]->num_evictable() - num_emptied * packing;
+    num_empty += num_emptied;
+    num_missing += NumParentsFor(num_fresh_blocks[group] - num_free_slots, packing);
+  }
+  return num_missing <= num_empty;
+}
+
 std::optional<std::vector<EvictionVictim>> PlanEvictions(const BlockPool& pool,
                                                          std::span<const std::int64_t> num_fresh_blocks,
                                                          std::span<const PrefixCacheIndex* const> indexes) {
@@ -134,7 +139,7 @@ std::optional<std::vector<EvictionVictim>> PlanEvictions(const BlockPool& pool,
   if (shadow.Fits()) {
     return std::vector<EvictionVictim>();
   }
-  if (!shadow.CouldFit(indexes)) {
+  if (!CouldFit(pool, num_fresh_blocks, indexes)) {
     return std::nullopt;
   }
   std::vector<EvictionVictim> victims;

@@ -20,6 +20,10 @@ struct EvictionVictim {
   const CacheEntry* entry;
 };
 
+// Whether the demand would fit with every evictable entry gone. Costs O(groups).
+bool CouldFit(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks,
+              std::span<const PrefixCacheIndex* const> indexes);
+
 // `num_fresh_blocks[group]` is what the admission needs, `indexes[group]` what can be evicted for it. Returns
 // a set in which no member can be left out, in eviction order; nullopt if nothing that may be evicted makes
 // it fit. The result is valid until the pool or an index changes.

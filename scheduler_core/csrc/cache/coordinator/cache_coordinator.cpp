@@ -95,6 +95,14 @@ std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tabl
   return Admission{.epoch = epoch, .fresh_ids = Acquire(tables, *plan)};
 }
 
+bool CacheCoordinator::CouldAdmit(const DenseGrowth& demand) const {
+  std::vector<std::int64_t> num_fresh_blocks;
+  for (const auto& group : groups_) {
+    num_fresh_blocks.push_back(group->geometry.PlanAcquire(0, demand).num_blocks);
+  }
+  return CouldFit(pool_, num_fresh_blocks, indexes_);
+}
+
 std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
                                                      const RequestProgress& progress,
                                                      const DenseGrowth& demand) {
@@ -169,7 +177,7 @@ void CacheCoordinator::Publish(std::span<BlockTable> tables, std::uint64_t epoch
       const CacheBlockRef& canonical =
           target.index.Register(target.keys.KeyOf(progress.digests, slot), own, epoch, depth_tokens);
       if (canonical.block_id() != own.block_id()) {
-        target.allocator.Repoint(tables[group], slot, canonical);
+        target.allocator.Repoint(tables[group], slot, canonical, progress.keeps_duplicates);
       }
     }
   }

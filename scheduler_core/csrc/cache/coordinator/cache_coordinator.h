@@ -29,6 +29,9 @@ struct RequestProgress {
   std::span<const Digest> digests;  // of the whole chain so far
   std::int32_t first_grain;         // newly completed grains: [first_grain, end_grain)
   std::int32_t end_grain;
+  // A transfer may still read the request's blocks: those that turn out to be duplicates stay taken as long
+  // as its tables live.
+  bool keeps_duplicates = false;
 };
 
 struct Admission {
@@ -55,6 +58,10 @@ class CacheCoordinator {
   std::optional<Admission> AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
                                       const DenseGrowth& demand);
 
+  // Whether empty tables could grow by `demand` if everything evictable went, the hits of the request
+  // included. False means that a first admission with this demand or a larger one fails. Costs O(groups).
+  bool CouldAdmit(const DenseGrowth& demand) const;
+
   // A later admission: publishes the progress and grows every table by `demand`.
   std::optional<Admission> AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
                                      const RequestProgress& progress, const DenseGrowth& demand);
@@ -65,7 +72,8 @@ class CacheCoordinator {
   // Whether every block of one grain is published in every group.
   bool HasGrain(std::span<const Digest> digests, std::int32_t grain) const;
 
-  // Publishes without admitting. A block whose content is published already gives way to the canonical one.
+  // Publishes without admitting. In the table a block whose content is published already gives way to the
+  // canonical one.
   void Publish(std::span<BlockTable> tables, std::uint64_t epoch, const RequestProgress& progress);
 
   // Changes whenever blocks became free or evictable. An admission that failed cannot succeed before it does,

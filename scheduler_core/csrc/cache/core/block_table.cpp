@@ -9,6 +9,7 @@ BlockTable& BlockTable::operator=(BlockTable&& other) noexcept {
     Clear();
     blocks_ = std::exchange(other.blocks_, {});
     block_ids_ = std::exchange(other.block_ids_, {});
+    kept_ = std::exchange(other.kept_, {});
     tail_room_ = std::exchange(other.tail_room_, 0);
   }
   return *this;
@@ -19,9 +20,9 @@ void BlockTable::Append(CacheBlockRef block) {
   blocks_.push_back(std::move(block));
 }
 
-void BlockTable::Replace(std::int32_t slot, CacheBlockRef block) {
+CacheBlockRef BlockTable::Replace(std::int32_t slot, CacheBlockRef block) {
   block_ids_[static_cast<std::size_t>(slot)] = block.block_id();
-  blocks_[static_cast<std::size_t>(slot)] = std::move(block);
+  return std::exchange(blocks_[static_cast<std::size_t>(slot)], std::move(block));
 }
 
 void BlockTable::ReleaseFront(std::int32_t num_slots) {
@@ -35,6 +36,7 @@ void BlockTable::Clear() noexcept {
     blocks_.pop_back();
   }
   block_ids_.clear();
+  kept_.clear();
   tail_room_ = 0;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "cache/core/cache_block_ref.h"
@@ -29,17 +30,20 @@ class BlockTable {
   std::int64_t tail_room() const { return tail_room_; }
 
   void Append(CacheBlockRef block);
-  // Puts another reference in the place of a slot's block; what the slot held is released.
-  void Replace(std::int32_t slot, CacheBlockRef block);
+  // Puts another reference in the place of a slot's block and returns what the slot held.
+  CacheBlockRef Replace(std::int32_t slot, CacheBlockRef block);
+  // Holds a block that is in no slot until the table is cleared.
+  void Keep(CacheBlockRef block) { kept_.push_back(std::move(block)); }
   // Turns the slots [0, num_slots) into holes.
   void ReleaseFront(std::int32_t num_slots);
   void SetTailRoom(std::int64_t tail_room) { tail_room_ = tail_room; }
-  // Releases from the last slot to the first. May be repeated.
+  // Releases from the last slot to the first, then what was kept. May be repeated.
   void Clear() noexcept;
 
  private:
   std::vector<CacheBlockRef> blocks_;
   std::vector<std::int32_t> block_ids_;
+  std::vector<CacheBlockRef> kept_;
   std::int64_t tail_room_ = 0;
 };
 
