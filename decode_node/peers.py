@@ -8,6 +8,7 @@ names them. A failed handoff makes its peer suspect: the next use bootstraps aga
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,8 +18,16 @@ from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 from cache_runtime.transfer.placement import check_bridgeable, logical_differences
 from cache_runtime.transfer.schema import PlacementManifest
-from node_runtime.errors import IncompatiblePeer, NodeError, PeerUnavailable, TransferBroken
+from node_runtime.errors import (
+    IncompatiblePeer,
+    InvalidRequest,
+    NodeError,
+    PeerUnavailable,
+    RemoteError,
+    TransferBroken,
+)
 from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+from node_runtime.request_rules import check_incarnation, check_node_id
 from node_runtime.rpc import Channel, connect
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 
@@ -61,7 +70,7 @@ class _Entry:
     detail: str = "not connected yet"
     is_suspect: bool = False
     is_watched: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    attempt: asyncio.Task[None] | None = None  # the bootstrap under way
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -121,19 +130,14 @@ class PrefillPeers:
 
         The caller owes a `release`. Raises PeerUnavailable, IncompatiblePeer, or what the peer answered.
         """
-        entry = self._entries.setdefault(address, _Entry(address))
-        try:
-            async with entry.lock:
-                if entry.peer is not None and entry.is_ready:
-                    entry.peer.num_users += 1
-                    return entry.peer, False
-                peer = await self._bootstrap(entry)
-                peer.num_users += 1
-                return peer, True
-        finally:
-            if entry.peer is None and not entry.is_watched and not entry.lock.locked():
-                # Names that clients make up must not pile up.
-                self._entries.pop(address, None)
+        is_fresh = False
+        while True:
+            entry = self._entries.setdefault(address, _Entry(address))
+            if entry.peer is not None and entry.is_ready:
+                entry.peer.num_users += 1
+                return entry.peer, is_fresh
+            await self._bootstrapped(entry)
+            is_fresh = True
 
     def suspect(self, peer: PrefillPeer, reason: str) -> None:
         """Bootstraps again before the next use of this address, unless that has happened already."""
@@ -147,16 +151,43 @@ class PrefillPeers:
         self._on_change()
 
     async def close(self) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        attempts = [entry.attempt for entry in self._entries.values() if entry.attempt is not None]
+        for task in (*self._watchers, *attempts):
+            task.cancel()
+        await asyncio.gather(*self._watchers, *attempts, return_exceptions=True)
         for entry in self._entries.values():
             if entry.peer is not None:
                 await entry.peer.channel.close()
         self._entries.clear()
 
-    async def _bootstrap(self, entry: _Entry) -> PrefillPeer:
-        """Makes a new peer for the entry. The caller holds its lock. A fresh connection has no back-off to sit out."""
+    async def _bootstrapped(self, entry: _Entry) -> None:
+        """Joins the bootstrap under way, or begins one. All who wait share its outcome, so that a peer that cannot be
+        reached costs each of them one attempt; it outlives a caller that leaves.
+        """
+        if entry.attempt is None:
+            # A context of its own: the deadline of one client's call is not that of the others.
+            entry.attempt = asyncio.create_task(self._attempt(entry), context=contextvars.Context())
+            entry.attempt.add_done_callback(_heard)
+        await asyncio.shield(entry.attempt)
+
+    async def _attempt(self, entry: _Entry) -> None:
+        try:
+            await self._bootstrap(entry)
+        finally:
+            entry.attempt = None
+            if not entry.is_ready and not entry.is_watched:
+                # Names that clients make up, and nodes that are gone, must not pile up.
+                self._entries.pop(entry.address, None)
+                await self._retire(entry.peer)
+
+    @staticmethod
+    async def _retire(peer: PrefillPeer | None) -> None:
+        if peer is not None:
+            peer.is_retired = True
+            await peer.close_if_unused()
+
+    async def _bootstrap(self, entry: _Entry) -> None:
+        """Makes a new peer for the entry. A fresh connection has no back-off to sit out."""
         channel = connect(entry.address, max_message_bytes=self._max_message_bytes)
         try:
             response = await self._prove(channel)
@@ -176,12 +207,9 @@ class PrefillPeers:
         )
         entry.is_suspect = False
         entry.changed.set()
-        if old is not None:
-            old.is_retired = True
-            await old.close_if_unused()
         _log.info("prefill node %s at %s is a peer", response.node_id, entry.address)
         self._on_change()
-        return entry.peer
+        await self._retire(old)
 
     async def _prove(self, channel: Channel) -> prefill_pb2.BootstrapResponse:
         """Bootstrap, with the nonce read back from our own memory."""
@@ -204,7 +232,13 @@ class PrefillPeers:
         return response
 
     def _check(self, address: str, response: prefill_pb2.BootstrapResponse) -> None:
-        manifest = manifest_from_proto(response.manifest)
+        try:
+            check_node_id(response.node_id)
+            check_incarnation(response.incarnation)
+            manifest = manifest_from_proto(response.manifest)
+        except InvalidRequest as error:
+            # The peer's mistake and not the client's.
+            raise RemoteError("INTERNAL", f"prefill node at {address} answers nonsense: {error.message}") from None
         differences = logical_differences(
             self._manifest.logical, manifest.logical, local_name="decode", peer_name="prefill"
         ) or check_bridgeable(manifest, self._manifest)
@@ -223,12 +257,11 @@ class PrefillPeers:
                 await self._check_alive(entry)
                 continue
             try:
-                async with entry.lock:
-                    if not entry.is_ready:
-                        await self._bootstrap(entry)
-            except NodeError as error:
+                await self._bootstrapped(entry)
+            except Exception as error:
                 if num_failures == 0:
-                    _log.warning("prefill node at %s: %s; trying on", entry.address, error)
+                    cause = None if isinstance(error, NodeError) else error
+                    _log.warning("prefill node at %s: %s; trying on", entry.address, error, exc_info=cause)
                 backoff_s = RETRY_BACKOFF_S[min(num_failures, len(RETRY_BACKOFF_S) - 1)]
                 num_failures += 1
                 await _wait(entry.changed, backoff_s)
@@ -238,13 +271,23 @@ class PrefillPeers:
         if peer is None or not entry.is_ready:
             return
         stub = peer.channel.stub(mesh_pb2_grpc.NodeStub)
+        # A use like any other: a channel that is closed under a call cancels whoever waits for it.
+        peer.num_users += 1
         try:
             info = await peer.channel.unary(stub.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=_WATCH_TIMEOUT_S)
         except NodeError as error:
             self.suspect(peer, error.message)
             return
+        finally:
+            await peer.release()
         if info.incarnation != peer.incarnation:
             self.suspect(peer, "the prefill node was restarted")
+
+
+def _heard(attempt: asyncio.Task[None]) -> None:
+    """Whoever waited may have left; a failure that nobody hears is no fault."""
+    if not attempt.cancelled():
+        attempt.exception()
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -43,7 +43,8 @@ from scheduler_core import AbortEvent, Event, QuiescedEvent, ReadyEvent
 
 _log = logging.getLogger(__name__)
 
-# What the control stream may outlive the request's deadline by, so that the peer can still say that it is quiet.
+# What the control stream may outlive the request's deadline by, so that the peer can still say that it is quiet. Longer
+# than a stopped writer needs: it posts nothing more, and what it posted ends within the data plane's drain bound.
 QUIET_GRACE_S = 10.0
 _INTERNAL = 13
 _UNAVAILABLE = 14

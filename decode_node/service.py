@@ -25,7 +25,15 @@ from node_runtime.handoff.messages import HandoffTimings
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names
 from node_runtime.wire.decode import DecodeJob, job_from_proto, tokens_to_proto
-from node_runtime.wire.outcome import CachedTokens, DecodeFinish, Timings, Usage, finish_to_proto
+from node_runtime.wire.outcome import (
+    CachedTokens,
+    DecodeAdmitted,
+    DecodeFinish,
+    Timings,
+    Usage,
+    admitted_to_proto,
+    finish_to_proto,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +141,14 @@ class DecodeService:
 
     async def _generate(self, live: _Live, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
         generation = await self._start(live, context)
+        is_first = True
         async for tokens, ended in generation.batches():
+            if is_first:
+                # Admission precedes every token. A caller that cancels gets no finish and still knows what was cached.
+                yield admitted_to_proto(
+                    DecodeAdmitted(cached=_cached_tokens(live), timings=_timings(live, decode_ms=0.0))
+                )
+                is_first = False
             if tokens:
                 yield tokens_to_proto(tokens)
             if ended is not None:
@@ -168,8 +183,12 @@ class DecodeService:
             completion_tokens=live.measured.num_tokens,
             cached=_cached_tokens(live),
         )
+        decode_ms = _ms(live.measured.first_token_at_s, live.measured.last_token_at_s)
         return DecodeFinish(
-            reason=ended.reason, matched_token_id=ended.matched_token_id, usage=usage, timings=_timings(live)
+            reason=ended.reason,
+            matched_token_id=ended.matched_token_id,
+            usage=usage,
+            timings=_timings(live, decode_ms=decode_ms),
         )
 
     def _attributes(self, job: DecodeJob) -> dict[str, str | int]:
@@ -212,16 +231,16 @@ def _cached_tokens(live: _Live) -> CachedTokens:
     )
 
 
-def _timings(live: _Live) -> Timings:
+def _timings(live: _Live, *, decode_ms: float) -> Timings:
     measured = live.measured
-    first, last = measured.first_token_at_s, measured.last_token_at_s
+    first = measured.first_token_at_s
     time_to_first_token_ms = _ms(measured.arrived_at_s, first)
     if live.received is None:
         return Timings(
             prefill_queue_ms=_ms(measured.arrived_at_s, measured.admitted_at_s),
             prefill_compute_ms=_ms(measured.admitted_at_s, first),
             time_to_first_token_ms=time_to_first_token_ms,
-            decode_ms=_ms(first, last),
+            decode_ms=decode_ms,
         )
     done = live.received.done
     phases: HandoffTimings = done.timings
@@ -234,7 +253,7 @@ def _timings(live: _Live) -> Timings:
         transferred_runs=done.transferred_runs,
         transferred_blocks=done.transferred_blocks,
         time_to_first_token_ms=time_to_first_token_ms,
-        decode_ms=_ms(first, last),
+        decode_ms=decode_ms,
     )
 
 

@@ -47,7 +47,7 @@ def time_per_token_ms(usage: Usage, timings: Timings) -> float | None:
 
 
 def hidden_percent(timings: Timings) -> float | None:
-    """Share of the transfer that passed while the prompt was still being computed; None without a transfer."""
+    """Share of the transfer's busy time that passed while the prompt was still computed; None without a transfer."""
     if timings.transfer_ms <= 0:
         return None
     return 100.0 * min(1.0, max(0.0, 1.0 - timings.transfer_exposed_ms / timings.transfer_ms))
@@ -80,7 +80,7 @@ def describe_speed(finish: Finish) -> str:
 
 
 def describe_handoff(timings: Timings) -> str:
-    """`transfer_ms` spans the whole push, pauses between layers included, so it is no measure of bandwidth."""
+    """What was moved, and how long writes were outstanding for it."""
     if not timings.transferred_runs:
         return "nothing was moved"
     hidden = hidden_percent(timings)
@@ -91,8 +91,8 @@ def describe_handoff(timings: Timings) -> str:
     if hidden is None:
         return moved
     return (
-        f"{moved}; pushed over {timings.transfer_ms:,.0f} ms, "
-        f"{timings.transfer_exposed_ms:,.1f} ms after the compute ({hidden:.0f} % hidden)"
+        f"{moved}; busy {timings.transfer_ms:,.0f} ms, "
+        f"{timings.transfer_exposed_ms:,.1f} ms of it after the compute ({hidden:.0f} % hidden)"
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from cache_runtime.transfer.engine import TransferError
+from cache_runtime.transfer.engine import TransferError, TransferTimeout
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -78,7 +78,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long one write may wait for the data plane to take its runs.
+# How long one write may wait for the data plane to take its runs. A prompt that is waiting for its turn on a slow link
+# does not count against the peer, so this is generous; `stop` does not wait for it.
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -163,8 +164,8 @@ class PromptHandoff:
         try:
             actions = self._session.handle(event)
         except InvalidRequest as error:
-            self._broken_rule = error
-            actions = self._session.handle(GaveUp(code=code_number(error), message=error.message))
+            self.refuse(error)
+            return
         for action in actions:
             self._carry_out(action)
         if self._session.is_terminal and not self._is_over:
@@ -172,6 +173,11 @@ class PromptHandoff:
             self._tools.sender.forget(self._engine_id)
             self.outgoing.put_nowait(StreamEnd(error=self._broken_rule))
             self._on_terminal()
+
+    def refuse(self, error: InvalidRequest) -> None:
+        """Ends a handoff whose peer broke a rule; the stream ends in that error as well."""
+        self._broken_rule = self._broken_rule or error
+        self.give_up(error)
 
     def give_up(self, error: NodeError) -> None:
         self.feed(GaveUp(code=code_number(error), message=error.message))
@@ -248,7 +254,9 @@ class PromptHandoff:
 
     def _on_fault(self, error: Exception) -> None:
         if isinstance(error, TransferError):
-            self._tools.peers.suspect(self._peer, str(error))
+            # Running out of time says nothing about the peer, and a new link would break its other handoffs off.
+            if not isinstance(error, TransferTimeout):
+                self._tools.peers.suspect(self._peer, str(error))
             self.give_up(TransferBroken(f"the data plane to decode node {self._peer.node_id} failed: {error}"))
         else:
             self.give_up(InternalError("the cache of the prompt could not be sent; the prefill node's log says why"))
@@ -293,15 +301,12 @@ def measured_timings(progress: Progress) -> HandoffTimings:
     started, admitted, computed = progress.started_at_s, progress.admitted_at_s, progress.first_token_at_s
     if admitted is None or computed is None:
         return HandoffTimings()
-    first_posted = last_landed = computed
-    if progress.transfer is not None and progress.transfer.last_landed_at_s is not None:
-        last_landed = progress.transfer.last_landed_at_s
-        first_posted = progress.transfer.first_posted_at_s or last_landed
+    transfer = progress.transfer
     return HandoffTimings(
         queue_ms=_ms(admitted - started),
         compute_ms=_ms(computed - admitted),
-        transfer_ms=_ms(last_landed - first_posted),
-        transfer_exposed_ms=_ms(last_landed - max(computed, first_posted)),
+        transfer_ms=0.0 if transfer is None else _ms(transfer.busy_s()),
+        transfer_exposed_ms=0.0 if transfer is None else _ms(transfer.busy_s(since_s=computed)),
     )
 
 

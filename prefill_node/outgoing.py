@@ -1,32 +1,44 @@
 """The writes of one handoff: posted by the engine thread, landed on the data plane's, stopped by the event loop.
 
 This is where the writer fences itself: `stop` and `post` exclude each other, so after `stop` returned nothing more is
-posted, and `TransferDrained` follows only when every posted write is terminal. It knows no blocks and no scheduler;
+handed to the data plane, which drops what waits for room there. `TransferDrained` follows only when every write is
+terminal. It knows no blocks and no scheduler;
 the handoff that owns it hears of everything through `notify`, which must not block.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport
 
 _log = logging.getLogger(__name__)
 
 
+class BusySpan(NamedTuple):
+    """A time during which at least one write was outstanding: monotonic seconds, `begin_s` <= `end_s`."""
+
+    begin_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSummary:
-    """What a complete transfer moved. Times are monotonic seconds; both None when there was nothing to write."""
+    """What a complete transfer moved, and when. `busy` is in order and disjoint; empty: there was nothing to write."""
 
     num_bytes: int
     num_runs: int
-    first_posted_at_s: float | None
-    last_landed_at_s: float | None
+    busy: tuple[BusySpan, ...]
+
+    def busy_s(self, since_s: float = -math.inf) -> float:
+        """Time during which at least one write was outstanding, counted from `since_s` on."""
+        return sum(max(0.0, span.end_s - max(span.begin_s, since_s)) for span in self.busy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +81,24 @@ class OutgoingTransfer:
         self._fault: Exception | None = None
         self._num_bytes = 0
         self._num_runs = 0
-        self._first_posted_at_s: float | None = None
-        self._last_landed_at_s: float | None = None
+        self._spans: list[BusySpan] = []
 
     def post(self, runs: Sequence[Run]) -> None:
         """Posts a write; does nothing once the transfer was stopped or has failed."""
+        refusal: Exception | None = None
         with self._lock:
             if self._is_stopped or self._fault is not None:
                 return
-            self._num_outstanding += 1
             try:
-                future = self._link.write(runs, timeout_s=self._write_timeout_s)
+                future = self._link.write(runs, timeout_s=self._write_timeout_s, is_wanted=self._is_wanted)
+                self._num_outstanding += 1
             except Exception as error:
-                self._num_outstanding -= 1
-                self._fault = error
-        if self._fault is not None:
-            self._notify(TransferFault(error=self._fault))
+                refusal = self._fault = error
+        if refusal is not None:
+            self._notify(TransferFault(error=refusal))
             return
-        # Outside the lock: a future that is already done calls back right here.
+        # Outside the lock: a future that is already done calls back right here. Whatever else has happened by now, this
+        # write counts as outstanding until it is terminal.
         future.add_done_callback(self._on_terminal)
 
     def fail(self, error: Exception) -> None:
@@ -113,6 +125,10 @@ class OutgoingTransfer:
             news = self._news()
         self._tell(news)
 
+    def _is_wanted(self) -> bool:
+        """Whether what was handed to the data plane may still be posted. Called by its thread, without the lock."""
+        return not self._is_stopped and self._fault is None
+
     def _on_terminal(self, future: Future[TransferReport]) -> None:
         error = future.exception()
         with self._lock:
@@ -137,10 +153,7 @@ class OutgoingTransfer:
     def _count(self, report: TransferReport) -> None:
         self._num_bytes += report.num_bytes
         self._num_runs += report.num_runs
-        if self._first_posted_at_s is None or report.posted_at_s < self._first_posted_at_s:
-            self._first_posted_at_s = report.posted_at_s
-        if self._last_landed_at_s is None or report.landed_at_s > self._last_landed_at_s:
-            self._last_landed_at_s = report.landed_at_s
+        self._spans.append(BusySpan(report.posted_at_s, report.landed_at_s))
 
     def _news(self) -> TransferNews | None:
         """The end that has just been reached, told once. The caller holds the lock.
@@ -156,14 +169,20 @@ class OutgoingTransfer:
             return None
         self._has_landed = True
         return TransferLanded(
-            summary=TransferSummary(
-                num_bytes=self._num_bytes,
-                num_runs=self._num_runs,
-                first_posted_at_s=self._first_posted_at_s,
-                last_landed_at_s=self._last_landed_at_s,
-            )
+            summary=TransferSummary(num_bytes=self._num_bytes, num_runs=self._num_runs, busy=_merge(self._spans))
         )
 
     def _tell(self, news: TransferNews | None) -> None:
         if news is not None:
             self._notify(news)
+
+
+def _merge(spans: Sequence[BusySpan]) -> tuple[BusySpan, ...]:
+    """The union of the spans of single writes."""
+    merged: list[BusySpan] = []
+    for span in sorted(spans):
+        if merged and span.begin_s <= merged[-1].end_s:
+            merged[-1] = BusySpan(merged[-1].begin_s, max(merged[-1].end_s, span.end_s))
+        else:
+            merged.append(span)
+    return tuple(merged)

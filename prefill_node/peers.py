@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdmesh.v1 import mesh_pb2
@@ -20,6 +21,7 @@ from cache_runtime.transfer.schema import PlacementManifest, RankPlacement
 from node_runtime.errors import IncompatiblePeer, InvalidRequest, NotBootstrapped, PeerUnavailable
 from node_runtime.handoff.checks import GrantedGroup
 from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+from node_runtime.request_rules import check_incarnation, check_node_id
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +57,16 @@ class Introduction:
             raise InvalidRequest(f"nonce: {len(self.nonce)} bytes given, {NONCE_BYTES} required")
         if not 0 < self.nonce_address < 1 << 62:
             raise InvalidRequest(f"nonce_address: {self.nonce_address} given, (0, 2**62) required")
-        if not self.node_id or len(self.node_id) > 256:
-            raise InvalidRequest(f"node_id: {len(self.node_id)} characters given, 1 to 256 required")
+        check_node_id(self.node_id)
+        check_incarnation(self.incarnation)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Who bootstraps an incarnation now, and how many want to."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_callers: int = 0
 
 
 @dataclass(slots=True)
@@ -67,7 +77,7 @@ class DecodePeers:
     manifest: PlacementManifest
     probes: ProbeBuffer
     _peers: dict[int, DecodePeer] = field(default_factory=dict)
-    _locks: dict[int, asyncio.Lock] = field(default_factory=dict)
+    _turns: dict[int, _Turn] = field(default_factory=dict)
 
     async def bootstrap(self, caller: Introduction) -> None:
         """Makes the caller a peer, or proves an existing one anew.
@@ -75,18 +85,25 @@ class DecodePeers:
         Raises IncompatiblePeer naming every difference, InvalidRequest, or PeerUnavailable naming the endpoint.
         """
         self._check_compatible(caller)
-        lock = self._locks.setdefault(caller.incarnation, asyncio.Lock())
-        async with lock:
+        async with self._turn(caller.incarnation):
             known = self._peers.get(caller.incarnation)
             if known is not None and not known.suspect_reason and known.target == caller.manifest.ranks[0]:
                 await self._prove_again(caller)
-                return
-            try:
-                link = await self._open(caller, with_arena=True)
-            except BaseException:
-                self._locks.pop(caller.incarnation, None)
-                raise
-            self._admit(caller, link)
+            else:
+                self._admit(caller, await self._open(caller, with_arena=True))
+
+    @asynccontextmanager
+    async def _turn(self, incarnation: int) -> AsyncIterator[None]:
+        """One bootstrap of an incarnation at a time. What waits is bounded by its own call."""
+        turn = self._turns.setdefault(incarnation, _Turn())
+        turn.num_callers += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_callers -= 1
+            if not turn.num_callers:
+                del self._turns[incarnation]
 
     def find(self, incarnation: int) -> DecodePeer:
         """The peer of that incarnation. Raises NotBootstrapped when there is none or its link is broken."""
@@ -140,8 +157,13 @@ class DecodePeers:
         regions = [Region(base_address=caller.nonce_address, num_bytes=NONCE_BYTES)]
         if with_arena:
             regions.append(Region(base_address=rank.arena_base, num_bytes=rank.arena_bytes))
+        opening = asyncio.ensure_future(asyncio.to_thread(self.engine.open_peer, rank.endpoint, regions))
         try:
-            link = await asyncio.to_thread(self.engine.open_peer, rank.endpoint, regions)
+            link = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; the link that it makes is nobody's.
+            opening.add_done_callback(_close_link)
+            raise
         except TransferRejected as error:
             raise InvalidRequest(f"the memory of the manifest cannot be written to: {error}") from None
         except TransferError as error:
@@ -196,7 +218,6 @@ class DecodePeers:
 
     def _retire(self, peer: DecodePeer) -> None:
         del self._peers[peer.incarnation]
-        self._locks.pop(peer.incarnation, None)
         peer.link.close()
 
     def _make_room(self) -> None:
@@ -204,3 +225,8 @@ class DecodePeers:
         idle = [peer for peer in self._peers.values() if not peer.num_handoffs]
         for peer in idle[: max(0, len(self._peers) + 1 - MAX_PEERS)]:
             self._retire(peer)
+
+
+def _close_link(opening: asyncio.Future[PeerLink]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

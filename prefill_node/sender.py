@@ -172,6 +172,7 @@ class PrefillSender:
             runs = self._take_runs(prompt, delivery, stages)
         except Exception as error:
             _log.exception("the blocks of %s cannot be sent", prompt.request_id)
+            delivery.open_stages.clear()
             delivery.transfer.fail(error)
             return
         if runs:

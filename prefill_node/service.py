@@ -17,13 +17,20 @@ from functools import partial
 from pdmesh.v1 import handoff_pb2, prefill_pb2
 
 from cache_runtime.transfer.schema import PlacementManifest
-from node_runtime.errors import DuplicateRequest, InvalidRequest, NotBootstrapped, QueueFull, RequestTooLarge
+from node_runtime.errors import (
+    DuplicateRequest,
+    InternalError,
+    InvalidRequest,
+    NotBootstrapped,
+    QueueFull,
+    RequestTooLarge,
+)
 from node_runtime.handoff.checks import check_grant, check_start
-from node_runtime.handoff.events import GaveUp, StreamClosed
+from node_runtime.handoff.events import StreamClosed
 from node_runtime.handoff.messages import Grant, Start
 from node_runtime.handoff.states import PrefillState
 from node_runtime.log_context import bound_request_id
-from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, code_number, span_names
+from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names
 from node_runtime.wire.handoff import request_from_proto, response_to_proto
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
@@ -149,7 +156,7 @@ class PrefillService:
 
     def _check_start(self, start: Start) -> None:
         limits = self._limits
-        check_start(start, vocab_size=limits.vocab_size, max_prompt_tokens=limits.context_tokens - 1)
+        check_start(start, vocab_size=limits.vocab_size, context_tokens=limits.context_tokens)
         # One place for the first token, which this node samples.
         if len(start.token_ids) + 1 > limits.max_request_tokens:
             raise RequestTooLarge(
@@ -176,7 +183,10 @@ class PrefillService:
             async for message in messages:
                 handoff.feed(request_from_proto(message))
         except InvalidRequest as error:
-            handoff.feed(GaveUp(code=code_number(error), message=error.message))
+            handoff.refuse(error)
+        except Exception:
+            _log.exception("the messages of a handoff cannot be taken")
+            handoff.give_up(InternalError("internal error; the log of the prefill node has the details"))
 
     # Telemetry.
 
@@ -194,19 +204,19 @@ class PrefillService:
         span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, progress.cached_tokens)
         for name, begin_s, end_s in _phases(progress):
             self._record_phase(span, name, begin_s, end_s)
-        summary = progress.transfer
-        if summary is not None and summary.first_posted_at_s is not None and summary.last_landed_at_s is not None:
+        transfer = progress.transfer
+        if transfer is not None and transfer.busy:
             attributes = {
-                span_names.PDMESH_TRANSFER_BYTES: summary.num_bytes,
-                span_names.PDMESH_TRANSFER_RUNS: summary.num_runs,
+                span_names.PDMESH_TRANSFER_BYTES: transfer.num_bytes,
+                span_names.PDMESH_TRANSFER_RUNS: transfer.num_runs,
                 span_names.PDMESH_TRANSFER_BLOCKS: handoff.num_granted_blocks,
+                span_names.PDMESH_TRANSFER_BUSY_MS: transfer.busy_s() * 1000.0,
             }
-            self._record_phase(
-                span, span_names.SPAN_TRANSFER, summary.first_posted_at_s, summary.last_landed_at_s, attributes
-            )
+            begin_s, end_s = transfer.busy[0].begin_s, transfer.busy[-1].end_s
+            self._record_phase(span, span_names.SPAN_TRANSFER, begin_s, end_s, attributes)
 
     def _record_phase(
-        self, span: Span, name: str, begin_s: float, end_s: float, attributes: dict[str, int] | None = None
+        self, span: Span, name: str, begin_s: float, end_s: float, attributes: dict[str, int | float] | None = None
     ) -> None:
         clock = self._tools.clock
         self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context, attributes)

@@ -18,7 +18,7 @@ from model_runtime.text.chat_template import ROLES, ChatMessage
 from model_runtime.text.errors import ChatTemplateError
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.errors import InvalidRequest, UnknownModel
-from node_runtime.wire.validation import (
+from node_runtime.request_rules import (
     MAX_CLIENT_STOP_TOKEN_IDS,
     check_cache_salt,
     check_lengths,

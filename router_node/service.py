@@ -20,8 +20,8 @@ from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.clock import Clock
 from node_runtime.errors import PeerUnavailable, RemoteError
 from node_runtime.log_context import bound_request_id
+from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import ChannelPool, RpcContext, Span, SpanKind, Telemetry, span_names
-from node_runtime.wire.validation import check_request_id
 from router_node.discovery import Discovery
 from router_node.live_requests import LiveRequests
 from router_node.node_pool import NodePool
@@ -138,16 +138,20 @@ class InferenceService:
         parts = self._parts
         text = TextStream(parts.tokenizer, stop=prepared.stop, stop_token_ids=prepared.message.stop_token_ids)
         meter = _Meter(parts.clock)
+        admitted: decode_pb2.DecodeAdmitted | None = None
         reported: decode_pb2.DecodeFinish | None = None
         # Leaving this block cancels the call to the decode node, as a matched stop string does.
         async with aclosing(self._decode(prepared, choice)) as events:
             async for event in events:
-                if event.WhichOneof("event") == "finish":
-                    reported = event.finish
-                    continue
-                delta = _push(text, event.tokens, choice)
-                meter.saw_tokens()
-                yield inference_pb2.GenerateResponse(delta=delta)
+                match event.WhichOneof("event"):
+                    case "admitted":
+                        admitted = event.admitted
+                    case "tokens":
+                        delta = _push(text, event.tokens, choice)
+                        meter.saw_tokens()
+                        yield inference_pb2.GenerateResponse(delta=delta)
+                    case "finish":
+                        reported = event.finish
                 if text.matched_stop is not None:
                     break
         if text.matched_stop is None:
@@ -156,7 +160,7 @@ class InferenceService:
             rest = text.finish()
             if rest:
                 yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=rest))
-        finish = _finish_of(reported) if reported is not None else _own_finish(prepared, text, meter)
+        finish = _finish_of(reported) if reported is not None else _own_finish(prepared, text, admitted, meter)
         if text.matched_stop is not None:
             finish.reason = inference_pb2.FINISH_REASON_STOP
             finish.matched_stop = text.matched_stop
@@ -188,21 +192,18 @@ class _Meter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._begin_s = clock.now_s()
         self._first_s: float | None = None
-        self._last_s = self._begin_s
+        self._last_s = 0.0
 
     def saw_tokens(self) -> None:
         self._last_s = self._clock.now_s()
         if self._first_s is None:
             self._first_s = self._last_s
 
-    def timings(self) -> inference_pb2.Timings:
-        first_s = self._last_s if self._first_s is None else self._first_s
-        return inference_pb2.Timings(
-            time_to_first_token_ms=(first_s - self._begin_s) * _MS_PER_S,
-            decode_ms=(self._last_s - first_s) * _MS_PER_S,
-        )
+    @property
+    def decode_ms(self) -> float:
+        """From the first tokens to the last."""
+        return 0.0 if self._first_s is None else (self._last_s - self._first_s) * _MS_PER_S
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:
@@ -235,13 +236,21 @@ def _finish_of(message: decode_pb2.DecodeFinish) -> inference_pb2.Finish:
     return finish
 
 
-def _own_finish(prepared: PreparedRequest, text: TextStream, meter: _Meter) -> inference_pb2.Finish:
-    """The finish of a request whose decode node was cancelled and so reports nothing.
+def _own_finish(
+    prepared: PreparedRequest, text: TextStream, admitted: decode_pb2.DecodeAdmitted | None, meter: _Meter
+) -> inference_pb2.Finish:
+    """The finish of a request whose decode node was cancelled and so sends none.
 
-    Usage is what passed through here, `cached` stays absent because it is not known, the timings are the router's own.
+    Its tokens are those that passed through here. Without an admission (a decode node of an older release) `cached`
+    stays absent because it is not known.
     """
     usage = inference_pb2.Usage(prompt_tokens=prepared.prompt_tokens, completion_tokens=text.num_tokens)
-    return inference_pb2.Finish(usage=usage, timings=meter.timings())
+    timings = inference_pb2.Timings()
+    if admitted is not None:
+        usage.cached.CopyFrom(admitted.cached)
+        timings.CopyFrom(admitted.timings)
+    timings.decode_ms = meter.decode_ms
+    return inference_pb2.Finish(usage=usage, timings=timings)
 
 
 def _record_finish(span: Span, finish: inference_pb2.Finish) -> None:

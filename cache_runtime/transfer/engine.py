@@ -8,7 +8,7 @@ process; whoever opens a peer link owns that link.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -116,6 +116,10 @@ class TransferTimeout(TransferError):
     """The time limit passed before every run was posted; the rest was never sent."""
 
 
+class TransferRevoked(TransferError):
+    """The writer gave the write up before every run was posted; the rest was never sent."""
+
+
 class TransferFailed(TransferError):
     """The plane reported that bytes were not delivered."""
 
@@ -128,6 +132,10 @@ class EngineClosed(TransferError):
     """The engine or link was closed, or belongs to the parent of a forked process."""
 
 
+def always_wanted() -> bool:
+    return True
+
+
 class PeerLink(Protocol):
     """The way to write into one incarnation of one peer. Thread-safe."""
 
@@ -136,8 +144,13 @@ class PeerLink(Protocol):
         """Endpoint of the peer."""
         ...
 
-    def write(self, runs: Sequence[Run], *, timeout_s: float) -> Future[TransferReport]:
+    def write(
+        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+    ) -> Future[TransferReport]:
         """Posts `runs` and returns at once; at most `timeout_s` passes until the last one is posted.
+
+        A plane whose posts wait for room asks `is_wanted`, on any thread, before it posts more: once it says no, the
+        rest is never sent. It must not block.
 
         Sources must lie in regions registered with the engine, targets in the regions the link was opened for; both
         stay untouched by anyone else until the future is done. The future ends only when every posted run is

@@ -27,6 +27,7 @@ from .engine import (
     TransferRejected,
     TransferReport,
     TransferTimeout,
+    always_wanted,
     failed_write,
 )
 from .regions import RegionSet, open_regions, rejection
@@ -257,7 +258,10 @@ class MemoryPeerLink:
     def peer(self) -> str:
         return self._peer
 
-    def write(self, runs: Sequence[Run], *, timeout_s: float) -> Future[TransferReport]:
+    def write(
+        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+    ) -> Future[TransferReport]:
+        del is_wanted  # every run counts as posted at once
         try:
             self._engine.check_usable()
             if self.failure is not None:

@@ -31,6 +31,7 @@ from .engine import (
     TransferError,
     TransferRejected,
     TransferReport,
+    always_wanted,
     failed_write,
 )
 from .native_log import silenced_native_log
@@ -192,8 +193,10 @@ class MooncakeEngine:
         if self._closed:
             raise EngineClosed(self._endpoint, "the engine is closed")
 
-    def post(self, link: SendingLink, runs: Sequence[Run], timeout_s: float) -> Future[TransferReport]:
-        write = PostedWrite(runs=runs, timeout_s=timeout_s, posted_at_s=self._clock())
+    def post(
+        self, link: SendingLink, runs: Sequence[Run], timeout_s: float, is_wanted: Callable[[], bool]
+    ) -> Future[TransferReport]:
+        write = PostedWrite(runs=runs, timeout_s=timeout_s, posted_at_s=self._clock(), is_wanted=is_wanted)
         write.future.set_running_or_notify_cancel()
         self._poller.post(link, write)
         return write.future
@@ -236,7 +239,9 @@ class MooncakePeerLink:
     def peer(self) -> str:
         return self._sending.peer
 
-    def write(self, runs: Sequence[Run], *, timeout_s: float) -> Future[TransferReport]:
+    def write(
+        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+    ) -> Future[TransferReport]:
         try:
             self._engine.check_usable()
             refusal = self._sending.refusal()
@@ -245,7 +250,7 @@ class MooncakePeerLink:
             reason = rejection(runs, self._engine.regions, self._targets)
             if reason is not None:
                 return failed_write(TransferRejected(self.peer, reason))
-            return self._engine.post(self._sending, tuple(runs), timeout_s)
+            return self._engine.post(self._sending, tuple(runs), timeout_s, is_wanted)
         except TransferError as error:
             return failed_write(error)
 

@@ -15,7 +15,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .engine import EngineClosed, LinkWedged, Run, TransferError, TransferFailed, TransferReport, TransferTimeout
+from .engine import (
+    EngineClosed,
+    LinkWedged,
+    Run,
+    TransferError,
+    TransferFailed,
+    TransferReport,
+    TransferRevoked,
+    TransferTimeout,
+    always_wanted,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ class PostedWrite:
     runs: Sequence[Run]
     timeout_s: float
     posted_at_s: float
+    is_wanted: Callable[[], bool] = always_wanted
     future: Future[TransferReport] = field(default_factory=Future)
     num_posted: int = 0
     num_outstanding: int = 0
@@ -161,6 +172,8 @@ class SendingLink:
             refusal = self.refusal() if write.wants_to_post else None
             if refusal is not None:
                 write.stop(refusal, now_s)
+            elif write.wants_to_post and not write.is_wanted():
+                write.stop(TransferRevoked(self.peer, f"no longer wanted; {write.progress()}"), now_s)
             elif now_s >= write.deadline_s:
                 if write.wants_to_post:
                     write.stop(TransferTimeout(self.peer, f"{write.progress()} within {write.timeout_s} s"), now_s)

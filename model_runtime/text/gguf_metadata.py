@@ -1,43 +1,18 @@
-"""Reader of the key-value section of a GGUF file, and of nothing behind it.
+"""The key-value section of a GGUF file, and nothing behind it.
 
-A tokenizer needs about 2 MB of a file of hundreds; this reader decodes the metadata of a 49k-token vocabulary in a
-tenth of a second and never touches a tensor. It does not know what the keys mean. The file is not trusted: every length
-is checked against the bytes that are left before it is used.
+A tokenizer needs about 2 MB of a file of hundreds; the metadata of a 49k-token vocabulary is decoded in a tenth of a
+second and no tensor is touched. It does not know what the keys mean.
 """
 
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_runtime.errors import CheckpointError
+from model_runtime.gguf.header import GgufValue, open_gguf
 from model_runtime.text.errors import TokenizerError
-
-_MAGIC = b"GGUF"
-_SUPPORTED_VERSIONS = (2, 3)
-_HEADER = struct.Struct("<4sIQQ")
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
-_STRING = 8
-_ARRAY = 9
-# struct codes of the fixed-size value types by their number in the file.
-_SCALAR_CODES: Mapping[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-
-MetadataValue = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +24,7 @@ class GgufMetadata:
     """
 
     path: Path
-    values: Mapping[str, MetadataValue]
+    values: Mapping[str, GgufValue]
 
     def find_string(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -116,95 +91,9 @@ def read_gguf_metadata(path: Path) -> GgufMetadata:
 
     Raises TokenizerError for a file that is no little-endian GGUF of version 2 or 3, is cut short, or holds a length or
     a type that cannot be; the message names the key. OSError passes through.
-    Source: GGUF specification, ggml repository, docs/gguf.md.
     """
-    with path.open("rb") as file:
-        if path.stat().st_size < _HEADER.size:
-            raise TokenizerError(f"{path}: {path.stat().st_size} bytes are too few for a GGUF header")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return GgufMetadata(path=path, values=_Reader(path, content).read_all())
-
-
-class _Reader:
-    """A cursor over the file; `_key` is the key being read, for messages."""
-
-    def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self._path = path
-        self._content = content
-        self._offset = 0
-        self._key = "header"
-
-    def read_all(self) -> dict[str, MetadataValue]:
-        magic, version, _, num_pairs = _HEADER.unpack(self._take(_HEADER.size))
-        if magic != _MAGIC:
-            raise TokenizerError(f"{self._path}: not a GGUF file, it begins with {magic!r}")
-        if version not in _SUPPORTED_VERSIONS:
-            raise TokenizerError(f"{self._path}: GGUF version {version}, supported are {_SUPPORTED_VERSIONS}")
-        values: dict[str, MetadataValue] = {}
-        for index in range(num_pairs):
-            self._key = f"number {index} of {num_pairs}"
-            self._key = self._string()
-            if self._key in values:
-                raise self._corrupt("appears twice")
-            values[self._key] = self._value(self._u32())
-        return values
-
-    def _value(self, value_type: int) -> MetadataValue:
-        if value_type == _STRING:
-            return self._string()
-        if value_type == _ARRAY:
-            return self._array(self._u32(), self._u64())
-        scalar: int | float | bool = self._scalars(value_type, 1)[0]
-        return scalar
-
-    def _array(self, item_type: int, num_items: int) -> MetadataValue:
-        if item_type == _STRING:
-            # A string takes at least its length field, so a count beyond that cannot be true.
-            if num_items > self._num_bytes_left() // _U64.size:
-                raise self._corrupt(f"claims {num_items} strings, {self._num_bytes_left()} bytes are left")
-            return tuple(self._string() for _ in range(num_items))
-        return self._scalars(item_type, num_items)
-
-    def _scalars(self, item_type: int, num_items: int) -> tuple[int, ...] | tuple[float, ...]:
-        code = _SCALAR_CODES.get(item_type)
-        if code is None:
-            raise self._corrupt(f"has the unknown value type {item_type}")
-        num_bytes = num_items * struct.calcsize(code)
-        if num_bytes > self._num_bytes_left():
-            raise self._corrupt(f"claims {num_bytes} bytes, {self._num_bytes_left()} are left")
-        return struct.unpack(f"<{num_items}{code}", self._take(num_bytes))
-
-    def _string(self) -> str:
-        begin = self._offset + _U64.size
-        if begin > len(self._content):
-            raise self._corrupt("is cut short by the end of the file")
-        (num_bytes,) = _U64.unpack_from(self._content, self._offset)
-        end = begin + num_bytes
-        if end > len(self._content):
-            raise self._corrupt(f"claims a string of {num_bytes} bytes, {len(self._content) - begin} are left")
-        self._offset = end
-        try:
-            return self._content[begin:end].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self._corrupt(f"is not UTF-8: {error.reason}") from error
-
-    def _u32(self) -> int:
-        value: int = _U32.unpack(self._take(_U32.size))[0]
-        return value
-
-    def _u64(self) -> int:
-        value: int = _U64.unpack(self._take(_U64.size))[0]
-        return value
-
-    def _take(self, num_bytes: int) -> bytes:
-        if num_bytes > self._num_bytes_left():
-            raise self._corrupt("is cut short by the end of the file")
-        begin = self._offset
-        self._offset += num_bytes
-        return self._content[begin : self._offset]
-
-    def _num_bytes_left(self) -> int:
-        return len(self._content) - self._offset
-
-    def _corrupt(self, reason: str) -> TokenizerError:
-        return TokenizerError(f'{self._path}: corrupt GGUF metadata, key "{self._key}" {reason}')
+    try:
+        with open_gguf(path) as cursor:
+            return GgufMetadata(path=path, values=cursor.pairs(cursor.header(), with_arrays=True))
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None

@@ -130,7 +130,7 @@ class EngineLoop:
         Args:
             group_ids: Names of the scheduler's cache groups, in its order.
             deliver: Takes a batch of updates on the engine thread and brings each to its sink, in order, elsewhere.
-            on_fatal: Called on the engine thread when the process must not go on; the thread ends after it.
+            on_fatal: Called on the engine thread when the process must not go on; requests that still come are failed.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -178,9 +178,16 @@ class EngineLoop:
                 is_busy = not self._stopping and self._step()
         except BaseException as error:
             _log.critical("the engine cannot go on: %s", error, exc_info=error)
-            self._fail(tuple(self._live), InternalError("the engine of this node broke down; its log says why"))
+            self._fail(tuple(self._live), _broken_down())
             self._flush()
             self._on_fatal(error)
+            self._refuse_until_stopped()
+
+    def _refuse_until_stopped(self) -> None:
+        """Nobody must wait for an engine that will never answer while the process is on its way out."""
+        while not isinstance(command := self._inbox.get(), Shutdown):
+            if isinstance(command, SubmitRequest):
+                self._deliver([(command.sink, RequestFailed(error=_broken_down()))])
 
     # Commands.
 
@@ -349,3 +356,7 @@ class EngineLoop:
             num_live_requests=capacity.num_live_requests,
             num_steps=self._num_steps,
         )
+
+
+def _broken_down() -> InternalError:
+    return InternalError("the engine of this node broke down; its log says why")

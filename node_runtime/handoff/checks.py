@@ -6,11 +6,12 @@ and limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import Done, Grant, GroupGrant, Ready, Start
+from node_runtime.request_rules import check_lengths, check_token_ids, check_tokens_in_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,21 +23,11 @@ class GrantedGroup:
     num_peer_blocks: int
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses an empty list and tokens outside [0, vocab_size)."""
-    if not token_ids:
-        raise InvalidRequest("token_ids: empty, at least one token required")
-    smallest, largest = min(token_ids), max(token_ids)
-    if smallest < 0 or largest >= vocab_size:
-        wrong = largest if largest >= vocab_size else smallest
-        raise InvalidRequest(f"token_ids: token {wrong} is outside [0, {vocab_size})")
-
-
-def check_start(start: Start, *, vocab_size: int, max_prompt_tokens: int) -> None:
-    """Refuses a prompt that is longer than the model's context or holds tokens outside the vocabulary."""
+def check_start(start: Start, *, vocab_size: int, context_tokens: int) -> None:
+    """Refuses a prompt that leaves no place in the model's context or holds tokens outside the vocabulary."""
     check_token_ids(start.token_ids, vocab_size)
-    if len(start.token_ids) > max_prompt_tokens:
-        raise InvalidRequest(f"token_ids: {len(start.token_ids)} tokens given, at most {max_prompt_tokens} allowed")
+    # This node samples one token.
+    check_lengths(len(start.token_ids), 1, context_tokens)
 
 
 def check_ready(ready: Ready, *, num_prompt_tokens: int) -> None:
@@ -51,8 +42,7 @@ def check_done(done: Done, *, vocab_size: int, num_granted_blocks: int) -> None:
         raise InvalidRequest(
             f"transferred_blocks: {done.transferred_blocks} given, {num_granted_blocks} blocks were granted"
         )
-    if not 0 <= done.first_token.token_id < vocab_size:
-        raise InvalidRequest(f"first_token: token {done.first_token.token_id} is outside [0, {vocab_size})")
+    check_tokens_in_vocabulary((done.first_token.token_id,), vocab_size, field="first_token")
 
 
 def check_grant(

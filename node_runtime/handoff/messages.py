@@ -1,30 +1,26 @@
 """The control messages of one handoff as frozen values.
 
 They mirror protos/pdmesh/v1/handoff.proto. This module knows neither protobuf nor gRPC: `node_runtime.wire` translates,
-and hands over only values that passed the checks below. Checks that need the peer's manifest live in `checks.py`.
+and hands over only values that passed the checks below, which raise InvalidRequest. Checks that need the model or the
+peer's manifest live in `checks.py`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
+
+from node_runtime.request_rules import check_extra_keys, check_request_id, require
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
 
 HANDOFF_ID_BYTES = 16
-MAX_EXTRA_KEYS = 8
-MAX_EXTRA_KEY_BYTES = 64
-MAX_REQUEST_ID_BYTES = 128
-
-
-def _require(condition: bool, text: str) -> None:
-    if not condition:
-        raise ValueError(text)
 
 
 def _check_handoff_id(handoff_id: bytes) -> None:
-    _require(
+    require(
         len(handoff_id) == HANDOFF_ID_BYTES, f"handoff_id: {len(handoff_id)} bytes given, {HANDOFF_ID_BYTES} required"
     )
 
@@ -43,21 +39,9 @@ class Start:
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
-        id_bytes = len(self.request_id.encode())
-        _require(
-            0 < id_bytes <= MAX_REQUEST_ID_BYTES,
-            f"request_id: {id_bytes} bytes given, 1 to {MAX_REQUEST_ID_BYTES} allowed",
-        )
-        _require(len(self.token_ids) > 0, "token_ids: empty, at least one token required")
-        _require(
-            len(self.extra_keys) <= MAX_EXTRA_KEYS,
-            f"extra_keys: {len(self.extra_keys)} given, at most {MAX_EXTRA_KEYS} allowed",
-        )
-        for key in self.extra_keys:
-            _require(
-                len(key) <= MAX_EXTRA_KEY_BYTES,
-                f"extra_keys: a key of {len(key)} bytes given, at most {MAX_EXTRA_KEY_BYTES} allowed",
-            )
+        check_request_id(self.request_id)
+        require(len(self.token_ids) > 0, "token_ids: empty, at least one token required")
+        check_extra_keys(self.extra_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +53,7 @@ class Ready:
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
-        _require(self.cached_tokens >= 0, f"cached_tokens: {self.cached_tokens} given, at least 0 required")
+        require(self.cached_tokens >= 0, f"cached_tokens: {self.cached_tokens} given, at least 0 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +65,7 @@ class GroupGrant:
     block_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.first_slot >= 0, f'group "{self.group_id}" first_slot: {self.first_slot} given, at least 0 required'
         )
 
@@ -100,7 +84,7 @@ class Grant:
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
-        _require(self.from_token >= 0, f"from_token: {self.from_token} given, at least 0 required")
+        require(self.from_token >= 0, f"from_token: {self.from_token} given, at least 0 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +95,15 @@ class HandoffTimings:
     compute_ms: float = 0.0
     transfer_ms: float = 0.0
     transfer_exposed_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("queue_ms", self.queue_ms),
+            ("compute_ms", self.compute_ms),
+            ("transfer_ms", self.transfer_ms),
+            ("transfer_exposed_ms", self.transfer_exposed_ms),
+        ):
+            require(math.isfinite(value) and value >= 0, f"timings.{name}: {value} given, finite and >= 0 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +131,7 @@ class Failed:
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
-        _require(1 <= self.code <= 16, f"code: {self.code} given, 1 to 16 allowed")
+        require(1 <= self.code <= 16, f"code: {self.code} given, 1 to 16 allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from node_runtime.rpc.telemetry import Telemetry
 
 ServicerT = TypeVar("ServicerT")
 
+_FAREWELL_S = 0.2
+
 
 class RpcServer:
     """Serves what was added, from `start` to `stop`."""
@@ -96,7 +98,8 @@ class RpcServer:
             return
         await self._health.shut_down()
         await self._guard.drain(grace_s)
-        await server.stop(grace=None)
+        # No call of ours is left; those who watch the health get the time to hear of it.
+        await server.stop(grace=_FAREWELL_S)
 
 
 class _Registrar:

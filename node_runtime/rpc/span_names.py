@@ -42,6 +42,8 @@ PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
 PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
 PDMESH_TRANSFER_BLOCKS: Final = "pdmesh.transfer.blocks"
+# The part of the transfer span in which at least one write was outstanding.
+PDMESH_TRANSFER_BUSY_MS: Final = "pdmesh.transfer.busy_ms"
 
 SPAN_TOKENIZE: Final = "pdmesh.tokenize"
 SPAN_PLACE: Final = "pdmesh.place"

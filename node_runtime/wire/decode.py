@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2
 
 from model_runtime.sampler import SampledToken, SamplingParams
-from node_runtime.rpc.address import parse_address
-from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
-from node_runtime.wire.validation import (
+from node_runtime.request_rules import (
     check_extra_keys,
     check_lengths,
     check_request_id,
     check_stop_token_ids,
     check_token_ids,
 )
+from node_runtime.rpc.address import parse_address
+from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,12 @@ from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, t
 
 
 @contextmanager
-def _refusals(message_name: str) -> Iterator[None]:
+def _naming(message_name: str | None) -> Iterator[None]:
+    """Puts the message before the field in what a refusal says."""
     try:
         yield
-    except ValueError as error:
-        raise InvalidRequest(f"{message_name}.{error}") from None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{message_name}.{error.message}" if message_name else error.message) from None
 
 
 def request_to_proto(message: RequestMessage) -> handoff_pb2.HandoffRequest:
@@ -50,7 +51,7 @@ def request_to_proto(message: RequestMessage) -> handoff_pb2.HandoffRequest:
 def request_from_proto(message: handoff_pb2.HandoffRequest) -> RequestMessage:
     """Raises InvalidRequest naming the field; a message that this release does not know is refused as well."""
     kind = message.WhichOneof("message")
-    with _refusals(kind or "message"):
+    with _naming(kind):
         match kind:
             case "start":
                 return _start_from_proto(message.start)
@@ -82,7 +83,7 @@ def response_to_proto(message: ResponseMessage) -> handoff_pb2.HandoffResponse:
 def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage:
     """Raises InvalidRequest naming the field; a message that this release does not know is refused as well."""
     kind = message.WhichOneof("message")
-    with _refusals(kind or "message"):
+    with _naming(kind):
         match kind:
             case "ready":
                 return Ready(handoff_id=message.ready.handoff_id, cached_tokens=message.ready.cached_tokens)

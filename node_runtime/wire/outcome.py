@@ -1,4 +1,4 @@
-"""How a request ended: usage, timings and the finish of a decode stream, as values and as messages.
+"""What a request cost and how it ended: usage, timings, and the first and last message of a decode stream.
 
 Needs neither torch nor gRPC: routers and clients read it too.
 """
@@ -66,6 +66,14 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAdmitted:
+    """The first message of a decode stream. `timings` end with the first token."""
+
+    cached: CachedTokens
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFinish:
     """The last message of a decode stream."""
 
@@ -87,17 +95,29 @@ def end_reason_from_proto(value: inference_pb2.FinishReason.ValueType) -> EndRea
     raise InvalidRequest(f"reason: unknown value {value}")
 
 
+def cached_to_proto(cached: CachedTokens) -> inference_pb2.CachedTokens:
+    return inference_pb2.CachedTokens(
+        prefill_device=cached.prefill_device,
+        decode_device=cached.decode_device,
+        host=cached.host,
+        storage=cached.storage,
+    )
+
+
+def cached_from_proto(message: inference_pb2.CachedTokens) -> CachedTokens:
+    return CachedTokens(
+        prefill_device=message.prefill_device,
+        decode_device=message.decode_device,
+        host=message.host,
+        storage=message.storage,
+    )
+
+
 def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
-    cached = usage.cached
     return inference_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
-        cached=inference_pb2.CachedTokens(
-            prefill_device=cached.prefill_device,
-            decode_device=cached.decode_device,
-            host=cached.host,
-            storage=cached.storage,
-        ),
+        cached=cached_to_proto(usage.cached),
     )
 
 
@@ -107,12 +127,7 @@ def usage_from_proto(message: inference_pb2.Usage) -> Usage:
         return Usage(
             prompt_tokens=message.prompt_tokens,
             completion_tokens=message.completion_tokens,
-            cached=CachedTokens(
-                prefill_device=message.cached.prefill_device,
-                decode_device=message.cached.decode_device,
-                host=message.cached.host,
-                storage=message.cached.storage,
-            ),
+            cached=cached_from_proto(message.cached),
         )
     except ValueError as error:
         raise InvalidRequest(f"usage.{error}") from None
@@ -144,6 +159,18 @@ def timings_from_proto(message: inference_pb2.Timings) -> Timings:
         time_to_first_token_ms=message.time_to_first_token_ms,
         decode_ms=message.decode_ms,
     )
+
+
+def admitted_to_proto(admitted: DecodeAdmitted) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(
+        admitted=decode_pb2.DecodeAdmitted(
+            cached=cached_to_proto(admitted.cached), timings=timings_to_proto(admitted.timings)
+        )
+    )
+
+
+def admitted_from_proto(message: decode_pb2.DecodeAdmitted) -> DecodeAdmitted:
+    return DecodeAdmitted(cached=cached_from_proto(message.cached), timings=timings_from_proto(message.timings))
 
 
 def finish_to_proto(finish: DecodeFinish) -> decode_pb2.DecodeResponse:

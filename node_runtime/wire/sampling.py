@@ -6,7 +6,7 @@ from pdmesh.v1 import inference_pb2
 
 from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.errors import InvalidRequest
-from node_runtime.wire.validation import check_num_logprobs, check_sampling
+from node_runtime.request_rules import check_num_logprobs, check_sampling
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:

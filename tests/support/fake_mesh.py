@@ -73,6 +73,8 @@ class FakeNode:
 @dataclass
 class Answer:
     token_ids: list[int] = field(default_factory=list)
+    kinds: list[str | None] = field(default_factory=list)
+    admitted: decode_pb2.DecodeAdmitted | None = None
     finish: decode_pb2.DecodeFinish | None = None
 
 
@@ -145,7 +147,10 @@ class FakeMesh:
     async def generate(self, node: FakeNode, prompt: Sequence[int], **fields: object) -> Answer:
         answer = Answer()
         async for response in self.call(node, token_ids=prompt, **fields):
+            answer.kinds.append(response.WhichOneof("event"))
             answer.token_ids += [token.token_id for token in response.tokens.tokens]
+            if response.HasField("admitted"):
+                answer.admitted = response.admitted
             if response.HasField("finish"):
                 answer.finish = response.finish
         return answer

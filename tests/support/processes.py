@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,11 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 START_TIMEOUT_S = 90.0
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class NodeProcess:
@@ -33,14 +26,14 @@ class NodeProcess:
         self.log_path = folder / f"{self.name}.log"
         ready_path = folder / f"{self.name}.ready"
         ready_path.unlink(missing_ok=True)
-        environment = {**os.environ, "PDMESH_READY_FILE": str(ready_path), "OMP_WAIT_POLICY": "PASSIVE"}
+        # The child asks the kernel to die with this process; a hook run at the fork is not safe beside gRPC's threads.
+        own = {"PDMESH_READY_FILE": str(ready_path), "PDMESH_PARENT_PID": str(os.getpid())}
         self.log = self.log_path.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pdmesh_cli.main", role, *arguments],
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env=environment,
-            preexec_fn=die_with_parent,
+            env={**os.environ, **own},
         )
         self.address = self._wait_for_address(ready_path)
         self.channel = grpc.insecure_channel(self.address)

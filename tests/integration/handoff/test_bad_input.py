@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import numpy as np
@@ -331,6 +331,36 @@ async def test_a_name_that_is_live_on_the_prefill_node_is_refused_there_too(raw:
     first.cancel()
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (handoff_pb2.HandoffRequest(), "none of start, grant, abort is set"),
+        (handoff_pb2.HandoffRequest(abort=handoff_pb2.Abort(handoff_id=b"short")), "abort.handoff_id: 5 bytes given"),
+    ],
+)
+async def test_a_malformed_message_ends_its_handoff_in_invalid_argument(
+    raw: RawPeer, message: handoff_pb2.HandoffRequest, words: str
+) -> None:
+    incarnation = await raw.bootstrap()
+    kinds, code, details = await raw.handoff(start(incarnation), message)
+    assert kinds[-2:] == ["failed", "quiesced"]
+    assert code == INVALID
+    assert words in details
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"node_id": ""}, "node_id: 0 bytes"), ({"node_id": "a\nb"}, "node_id"), ({"incarnation": 0}, "incarnation: 0")],
+)
+async def test_an_introduction_without_an_identity_is_refused(
+    raw: RawPeer, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await raw.bootstrap(**changes)
+    assert error.value.code() == INVALID
+    assert words in error.value.details()
+
+
 async def test_an_abort_is_answered_with_quiesced(raw: RawPeer) -> None:
     incarnation = await raw.bootstrap()
     abort = handoff_pb2.HandoffRequest(abort=handoff_pb2.Abort(handoff_id=b"h" * 16, reason="tired"))
@@ -345,13 +375,18 @@ async def test_an_abort_is_answered_with_quiesced(raw: RawPeer) -> None:
 class LyingPrefill(prefill_pb2_grpc.PrefillServicer):
     """Bootstraps like the real one it stands before, then answers every handoff with the given messages."""
 
-    def __init__(self, behind: FakeNode, answers: list[handoff_pb2.HandoffResponse]) -> None:
+    def __init__(
+        self, behind: FakeNode, answers: Sequence[handoff_pb2.HandoffResponse] = (), node_id: str | None = None
+    ) -> None:
         self._behind = behind
         self._answers = answers
+        self._node_id = node_id
 
     async def Bootstrap(self, request, context):
         async with grpc.aio.insecure_channel(self._behind.address) as channel:
-            return await prefill_pb2_grpc.PrefillStub(channel).Bootstrap(request, timeout=10)
+            response = await prefill_pb2_grpc.PrefillStub(channel).Bootstrap(request, timeout=10)
+        response.node_id = response.node_id if self._node_id is None else self._node_id
+        return response
 
     async def Handoff(self, requests, context):
         async for message in requests:
@@ -395,6 +430,21 @@ async def test_a_prefill_node_that_lies_is_never_believed(mesh: FakeMesh, name: 
     await decode.assert_all_blocks_return()
     answer = await mesh.generate(decode, [1, 2, 3], prefill_address=prefill.address)
     assert answer.token_ids == expected_tokens([1, 2, 3], 4)
+
+
+async def test_a_prefill_node_without_a_name_is_its_own_fault_and_not_the_clients(mesh: FakeMesh) -> None:
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    nameless = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(LyingPrefill(prefill, node_id=""), nameless)
+    port = nameless.add_insecure_port("127.0.0.1:0")
+    await nameless.start()
+    try:
+        code, message = await mesh.error(decode, [1, 2, 3], prefill_address=f"127.0.0.1:{port}")
+    finally:
+        await nameless.stop(None)
+    assert code == grpc.StatusCode.INTERNAL
+    assert "node_id: 0 bytes" in message
+    assert (await mesh.status(decode)).peers == []
 
 
 async def test_an_unknown_message_kind_of_a_request_is_refused_not_ignored(mesh: FakeMesh) -> None:

@@ -74,6 +74,23 @@ async def test_a_prefix_that_only_the_prefill_node_has_is_counted_there_and_sent
     assert again.finish.timings.transferred_blocks == 4
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+async def test_a_stream_begins_with_what_was_cached_and_how_the_prefill_went(mesh: FakeMesh, is_fused: bool) -> None:
+    prefill = await mesh.prefill()
+    node = await mesh.fused() if is_fused else await mesh.decode(prefill)
+    prompt = list(range(3 * PREFIX + 1))
+    for cached_tokens in (0, 3 * PREFIX):
+        answer = await mesh.generate(node, prompt, prefill_address=prefill.address)
+        assert answer.kinds[0] == "admitted"
+        assert answer.kinds[-1] == "finish"
+        assert set(answer.kinds[1:-1]) == {"tokens"}
+        assert answer.admitted.cached == answer.finish.usage.cached
+        assert answer.admitted.cached.decode_device == cached_tokens
+        answer.finish.timings.decode_ms = 0.0
+        assert answer.admitted.timings == answer.finish.timings
+        assert answer.admitted.timings.time_to_first_token_ms > 0
+
+
 async def test_32_concurrent_requests_with_shared_prefixes_are_right_and_leave_nothing(mesh: FakeMesh) -> None:
     prefill = await mesh.prefill(num_lcm_blocks=96)
     decode = await mesh.decode(prefill, num_lcm_blocks=80)

@@ -149,6 +149,7 @@ async def test_a_prefill_node_that_dies_fails_only_its_own_requests(mesh: FakeMe
     gate.open()
     await killing
     assert (await other).token_ids == expected_tokens(PROMPT, 30)
+    assert await is_serving(decode)
     await decode.assert_all_blocks_return()
 
 

@@ -61,6 +61,13 @@ def test_a_budget_too_small_for_one_block_names_both_sizes(model_path: Path) -> 
     assert "1048576" in output or "1.0 MiB" in output or "1MiB" in output
 
 
+def test_an_arena_that_the_machine_cannot_hold_names_both_sizes(model_path: Path) -> None:
+    output = start_fails("fused", "--model", str(model_path), "--port", "0", "--memory", "900TiB")
+    assert "arena" in output
+    assert str(900 * 2**40)[:4] in output or "900" in output
+    assert "available" in output
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--prefix-granularity", "0"), ("--memory", "lots"), ("--max-batch-size", "-1"), ("--kernel-page-size", "7")],

@@ -39,9 +39,12 @@ from node_runtime.wire.handoff import request_from_proto, request_to_proto, resp
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from node_runtime.wire.outcome import (
     CachedTokens,
+    DecodeAdmitted,
     DecodeFinish,
     Timings,
     Usage,
+    admitted_from_proto,
+    admitted_to_proto,
     end_reason_from_proto,
     end_reason_to_proto,
     finish_from_proto,
@@ -153,35 +156,37 @@ def test_tokens_survive_the_wire(tokens: tuple[SampledToken, ...]) -> None:
     assert tokens_from_proto(decode_pb2.DecodeResponse.FromString(data).tokens) == tokens
 
 
+COUNTS = st.integers(0, 999)
+cached_tokens = st.builds(CachedTokens, prefill_device=COUNTS, decode_device=COUNTS, host=COUNTS, storage=COUNTS)
+request_timings = st.builds(
+    Timings,
+    prefill_queue_ms=MILLISECONDS,
+    prefill_compute_ms=MILLISECONDS,
+    transfer_ms=MILLISECONDS,
+    transfer_exposed_ms=MILLISECONDS,
+    transferred_bytes=UINT64,
+    transferred_runs=UINT32,
+    transferred_blocks=UINT32,
+    time_to_first_token_ms=MILLISECONDS,
+    decode_ms=MILLISECONDS,
+)
+
+
+@given(st.builds(DecodeAdmitted, cached=cached_tokens, timings=request_timings))
+def test_an_admission_survives_the_wire(admitted: DecodeAdmitted) -> None:
+    data = admitted_to_proto(admitted).SerializeToString()
+    assert admitted_from_proto(decode_pb2.DecodeResponse.FromString(data).admitted) == admitted
+
+
 @given(
     st.builds(
         DecodeFinish,
         reason=st.sampled_from(EndReason),
         matched_token_id=st.none() | UINT32,
         usage=st.builds(
-            Usage,
-            prompt_tokens=st.integers(4000, 2**32 - 1),
-            completion_tokens=UINT32,
-            cached=st.builds(
-                CachedTokens,
-                prefill_device=st.integers(0, 999),
-                decode_device=st.integers(0, 999),
-                host=st.integers(0, 999),
-                storage=st.integers(0, 999),
-            ),
+            Usage, prompt_tokens=st.integers(4000, 2**32 - 1), completion_tokens=UINT32, cached=cached_tokens
         ),
-        timings=st.builds(
-            Timings,
-            prefill_queue_ms=MILLISECONDS,
-            prefill_compute_ms=MILLISECONDS,
-            transfer_ms=MILLISECONDS,
-            transfer_exposed_ms=MILLISECONDS,
-            transferred_bytes=UINT64,
-            transferred_runs=UINT32,
-            transferred_blocks=UINT32,
-            time_to_first_token_ms=MILLISECONDS,
-            decode_ms=MILLISECONDS,
-        ),
+        timings=request_timings,
     )
 )
 def test_a_finish_survives_the_wire(finish: DecodeFinish) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -19,11 +21,13 @@ class HeldLink:
 
     def __init__(self) -> None:
         self.writes: list[Future[TransferReport]] = []
+        self.wanted: list[Callable[[], bool]] = []
         self.refusal: Exception | None = None
 
-    def write(self, runs, *, timeout_s: float) -> Future[TransferReport]:
+    def write(self, runs, *, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
         if self.refusal is not None:
             raise self.refusal
+        self.wanted.append(is_wanted)
         self.writes.append(Future())
         return self.writes[-1]
 
@@ -60,7 +64,31 @@ def test_it_has_landed_when_all_was_posted_and_the_last_write_landed(transfer, l
     (landed,) = news
     assert isinstance(landed, TransferLanded)
     assert (landed.summary.num_bytes, landed.summary.num_runs) == (200, 4)
-    assert (landed.summary.first_posted_at_s, landed.summary.last_landed_at_s) == (4.0, 9.0)
+    assert landed.summary.busy == ((4.0, 9.0),)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_transfer_is_busy_only_while_a_write_is_outstanding_in_whatever_order_they_land(
+    transfer, link, news, order
+) -> None:
+    writes = ((1.0, 2.0), (1.5, 3.0), (3.0, 3.25), (5.0, 6.0))
+    for _ in writes:
+        transfer.post([RUN])
+    for index in order:
+        link.land(index, *writes[index])
+    transfer.complete()
+    (landed,) = news
+    assert landed.summary.busy == ((1.0, 3.25), (5.0, 6.0))
+    assert landed.summary.busy_s() == 3.25
+    assert landed.summary.busy_s(since_s=2.25) == 2.0
+    assert landed.summary.busy_s(since_s=7.0) == 0.0
+
+
+def test_a_transfer_without_a_write_was_never_busy(transfer, news) -> None:
+    transfer.complete()
+    (landed,) = news
+    assert landed.summary.busy == ()
+    assert landed.summary.busy_s() == 0.0
 
 
 def test_landing_before_the_last_post_is_not_the_end(transfer, link, news) -> None:
@@ -129,3 +157,35 @@ def test_a_wedged_write_never_counts_as_drained(transfer, link, news) -> None:
     link.writes[0].set_exception(LinkWedged("decode:1", "runs never ended"))
     transfer.stop()
     assert [type(item) for item in news] == [TransferFault]
+
+
+def test_a_write_that_is_posted_while_another_one_fails_is_still_waited_for(transfer, link, news) -> None:
+    transfer.post([RUN])
+    lock = transfer._lock
+
+    class FailsTheFirstWriteOnRelease:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            transfer._lock = lock
+            lock.release()
+            link.writes[0].set_exception(TransferFailed("decode:1", "connection reset"))
+
+    transfer._lock = FailsTheFirstWriteOnRelease()
+    transfer.post([RUN])
+    transfer.stop()
+    assert [type(item) for item in news] == [TransferFault]
+    link.land(1)
+    assert news[1:] == [TransferDrained()]
+
+
+@pytest.mark.parametrize("end", ["stop", "fail"])
+def test_what_waits_inside_the_data_plane_is_not_wanted_any_more_after_the_end(transfer, link, end: str) -> None:
+    transfer.post([RUN])
+    assert link.wanted[0]()
+    if end == "stop":
+        transfer.stop()
+    else:
+        transfer.fail(ValueError("no such block"))
+    assert not link.wanted[0]()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_compute import FIELD_IDS, NUM_LAYERS, FakeArena, FakeExecutor, make_memory_plan
@@ -32,7 +34,7 @@ class CopyingLink:
         self._target = target
         self.num_writes: Counter[int] = Counter()
 
-    def write(self, runs: list[Run], *, timeout_s: float) -> Future[TransferReport]:
+    def write(self, runs: list[Run], *, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
         for run in runs:
             source = run.source_address - self._source.base_address
             target = run.target_address - self._target.base_address
@@ -219,13 +221,17 @@ def test_a_prompt_that_was_forgotten_is_not_sent() -> None:
     assert not pair.link.num_writes
 
 
-def test_a_block_outside_the_arena_fails_this_delivery_and_not_the_engine() -> None:
+def test_a_block_outside_the_arena_fails_this_delivery_once_and_not_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pair = Pair(4)
     table = pair.tables["r"] = np.array([NUM_BLOCKS + 1], np.int32)
     plan = chunk_plan("r", [1, 2, 3], 0, 3, table)
     pair.grant("r", 0, [7])
     pair.sender.on_admitted(plan)
-    pair.sender.on_stage(0, plan)
+    for stage in range(NUM_LAYERS):
+        pair.sender.on_stage(stage, plan)
+    assert len(caplog.records) == 1
     (fault,) = pair.news
     assert isinstance(fault, TransferFault)
     assert "outside" in str(fault.error)

@@ -55,6 +55,12 @@ def tokens_event(text: str | bytes) -> decode_pb2.DecodeResponse:
     return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodeTokens(tokens=tokens))
 
 
+def admitted_event() -> decode_pb2.DecodeResponse:
+    cached = inference_pb2.CachedTokens(prefill_device=1, decode_device=0)
+    timings = inference_pb2.Timings(prefill_compute_ms=2.5, transfer_ms=1.5, time_to_first_token_ms=4.0)
+    return decode_pb2.DecodeResponse(admitted=decode_pb2.DecodeAdmitted(cached=cached, timings=timings))
+
+
 def finish_event(
     reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_LENGTH, matched_token_id: int | None = None
 ) -> decode_pb2.DecodeResponse:

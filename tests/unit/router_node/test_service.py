@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from pdmesh.v1 import inference_pb2, mesh_pb2
+from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2
 from unit.router_node.fakes import (
     EOS,
     FakeNode,
@@ -19,6 +19,7 @@ from unit.router_node.fakes import (
     Refusal,
     StartNode,
     StartRouter,
+    admitted_event,
     finish_event,
     tokens_event,
 )
@@ -40,7 +41,12 @@ def _text(responses: Sequence[inference_pb2.GenerateResponse]) -> str:
 async def test_a_stream_is_a_placement_then_deltas_then_one_finish(
     start_router: StartRouter, prefill: FakeNode, decode: FakeNode
 ) -> None:
-    decode.script = [tokens_event(b"a\xc3"), tokens_event(b"\xa9"), finish_event(STOP, matched_token_id=EOS)]
+    decode.script = [
+        admitted_event(),
+        tokens_event(b"a\xc3"),
+        tokens_event(b"\xa9"),
+        finish_event(STOP, matched_token_id=EOS),
+    ]
     router = await start_router(prefill, decode)
     responses = await router.generate(text="hi", request_id="mine", max_tokens=5)
     assert _kinds(responses) == ["placement", "delta", "delta", "finish"]
@@ -72,15 +78,35 @@ async def test_a_fused_node_is_asked_without_a_prefill_address(
 async def test_a_stop_string_ends_the_stream_and_cancels_the_decode_node(
     start_router: StartRouter, prefill: FakeNode, decode: FakeNode
 ) -> None:
-    decode.script = [tokens_event("one E"), tokens_event("NDtwo"), Hang()]
+    decode.script = [admitted_event(), tokens_event("one E"), tokens_event("NDtwo"), Hang()]
     router = await start_router(prefill, decode)
     responses = await router.generate(text="hi", stop=["END", "never"])
     finish = responses[-1].finish
     assert _text(responses) == "one "
     assert (finish.reason, finish.matched_stop) == (STOP, "END")
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (2, 7)
-    assert not finish.usage.HasField("cached")
+    assert finish.usage.cached == inference_pb2.CachedTokens(prefill_device=1)
+    assert (finish.timings.prefill_compute_ms, finish.timings.transfer_ms) == (2.5, 1.5)
+    assert finish.timings.time_to_first_token_ms == 4.0
     await decode.cancelled.wait()
+
+
+async def test_what_was_cached_stays_unknown_when_the_decode_node_never_said_it(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    decode.script = [tokens_event("one END"), Hang()]
+    router = await start_router(prefill, decode)
+    finish = (await router.generate(text="hi", stop=["END"]))[-1].finish
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (2, 7)
+    assert not finish.usage.HasField("cached")
+
+
+async def test_an_event_that_this_release_does_not_know_is_not_a_delta(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    decode.script = [decode_pb2.DecodeResponse(), tokens_event("x"), finish_event()]
+    router = await start_router(prefill, decode)
+    assert _kinds(await router.generate(text="hi")) == ["placement", "delta", "finish"]
 
 
 async def test_text_that_might_have_become_a_stop_string_is_delivered_at_the_end(

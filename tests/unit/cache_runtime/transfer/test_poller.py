@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,7 +13,9 @@ from cache_runtime.transfer.engine import (
     Run,
     TransferFailed,
     TransferReport,
+    TransferRevoked,
     TransferTimeout,
+    always_wanted,
 )
 from cache_runtime.transfer.poller import (
     MAX_IN_FLIGHT_BYTES,
@@ -68,8 +70,15 @@ class LinkUnderTest(SendingLink):
         self.sender = ScriptedSender()
         super().__init__("peer:1", self.sender, DRAIN_S)
 
-    def post(self, runs: Sequence[Run], *, timeout_s: float = 100.0, now_s: float = 0.0) -> PostedWrite:
-        write = PostedWrite(runs=runs, timeout_s=timeout_s, posted_at_s=now_s)
+    def post(
+        self,
+        runs: Sequence[Run],
+        *,
+        timeout_s: float = 100.0,
+        now_s: float = 0.0,
+        is_wanted: Callable[[], bool] = always_wanted,
+    ) -> PostedWrite:
+        write = PostedWrite(runs=runs, timeout_s=timeout_s, posted_at_s=now_s, is_wanted=is_wanted)
         write.future.set_running_or_notify_cancel()
         self.accept(write)
         return write
@@ -213,6 +222,36 @@ def test_a_write_that_runs_out_of_time_stops_posting_and_ends_once_quiet(link: L
         link.step(6.0)
     assert isinstance(error_of(write), TransferTimeout)
     assert link.failure is None, "running out of time says nothing about the peer"
+
+
+def test_a_write_that_is_not_wanted_any_more_stops_posting_and_harms_no_other(link: LinkUnderTest) -> None:
+    is_wanted = True
+    write = link.post(runs(MAX_IN_FLIGHT_RUNS + 50), is_wanted=lambda: is_wanted)
+    other = link.post(runs(3))
+    link.step(1.0)
+    is_wanted = False
+    link.sender.land(10)
+    link.step(2.0)
+    assert not write.future.done(), "posted runs are still under way"
+    assert write.num_posted == MAX_IN_FLIGHT_RUNS
+    for now_s in (3.0, 4.0, 5.0):
+        link.sender.land()
+        link.step(now_s)
+    assert isinstance(error_of(write), TransferRevoked)
+    assert write.num_posted == MAX_IN_FLIGHT_RUNS
+    assert other.future.result(0).num_runs == 3
+    assert link.failure is None
+
+
+def test_a_write_that_was_posted_wholly_is_a_success_whether_it_is_wanted_or_not(link: LinkUnderTest) -> None:
+    is_wanted = True
+    write = link.post(runs(2), is_wanted=lambda: is_wanted)
+    link.step(1.0)
+    is_wanted = False
+    link.step(2.0)
+    link.sender.land()
+    link.step(3.0)
+    assert write.future.result(0).num_runs == 2
 
 
 def test_a_write_that_lands_late_but_wholly_is_a_success(link: LinkUnderTest) -> None:

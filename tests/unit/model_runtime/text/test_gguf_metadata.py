@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -109,6 +111,11 @@ def test_a_key_that_appears_twice_is_refused(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 2) + pair + pair)
     with pytest.raises(TokenizerError, match='"key" appears twice'):
         read_gguf_metadata(path)
+
+
+def test_reading_metadata_needs_neither_torch_nor_numpy() -> None:
+    script = "import sys, model_runtime.text.gguf_metadata; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @given(noise=st.binary(max_size=200), num_pairs=st.integers(min_value=1, max_value=2**64 - 1))

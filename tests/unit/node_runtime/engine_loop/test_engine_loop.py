@@ -301,9 +301,12 @@ def test_a_broken_contract_takes_the_engine_down_and_everybody_is_told() -> None
     bench.loop.post(PostEvents(events=(HandedOverEvent("a"),)))
     assert told.wait(30)
     assert "no handover was planned" in str(bench.fatal[0])
-    failed = bench.updates["a"][-1]
-    assert isinstance(failed, RequestFailed)
-    assert isinstance(failed.error, InternalError)
+    bench.submit("late", PROMPT)
+    bench.loop.stop()
+    for request_id in ("a", "late"):
+        failed = bench.updates[request_id][-1]
+        assert isinstance(failed, RequestFailed)
+        assert isinstance(failed.error, InternalError)
 
 
 def test_an_idle_engine_sleeps_and_wakes_for_a_command() -> None:

@@ -7,7 +7,7 @@ from support.handoff_values import ID, grant, start
 
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.checks import GrantedGroup, check_grant, check_start
-from node_runtime.handoff.messages import GroupGrant, Start
+from node_runtime.handoff.messages import GroupGrant, HandoffTimings, Start
 
 LIMITS = {
     "full": GrantedGroup(group_id="full", block_granularity=4, num_peer_blocks=10),
@@ -67,12 +67,12 @@ def test_a_prompt_shorter_than_a_block_needs_one_block() -> None:
     [
         ((1, 50), r"token 50 is outside \[0, 50\)"),
         ((-1, 3), "token -1"),
-        (tuple(range(9)), "9 tokens given, at most 8"),
+        (tuple(range(9)), "prompt: 9 tokens given, at most 8"),
     ],
 )
 def test_a_prompt_outside_vocabulary_or_context_is_refused(tokens: tuple[int, ...], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        check_start(start(token_ids=tokens), vocab_size=50, max_prompt_tokens=8)
+        check_start(start(token_ids=tokens), vocab_size=50, context_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,25 @@ def test_a_prompt_outside_vocabulary_or_context_is_refused(tokens: tuple[int, ..
     [
         ({"handoff_id": b"short"}, "handoff_id: 5 bytes"),
         ({"request_id": ""}, "request_id"),
-        ({"request_id": "r" * 129}, "129 bytes given, 1 to 128"),
+        ({"request_id": "r" * 129}, "129 bytes given, at most 128"),
+        ({"request_id": "a\nb"}, "request_id: must be printable"),
         ({"token_ids": ()}, "token_ids: empty"),
         ({"extra_keys": (b"k",) * 9}, "9 given, at most 8"),
         ({"extra_keys": (b"k" * 65,)}, "65 bytes given, at most 64"),
     ],
 )
 def test_a_malformed_start_cannot_be_made(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(InvalidRequest, match=words):
         start(**changes)
 
 
 def test_a_start_keeps_what_it_was_given() -> None:
     assert isinstance(start(extra_keys=(b"salt",)), Start)
     assert start().handoff_id == ID
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["queue_ms", "compute_ms", "transfer_ms", "transfer_exposed_ms"])
+def test_a_timing_that_no_clock_can_show_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"timings.{name}: .* finite and >= 0"):
+        HandoffTimings(**{name: value})

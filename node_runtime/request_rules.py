@@ -1,4 +1,4 @@
-"""The rules that protos/pdmesh/v1 states for fields of requests, one function each.
+"""The rules that protos/pdmesh/v1 states for fields of requests, one function each: the client's and a peer's alike.
 
 Each raises InvalidRequest naming field and limit, and returns nothing. Knows no model: limits that depend on it are
 arguments. Importing this needs neither torch nor gRPC.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Final
-
-from pdmesh.v1 import inference_pb2
+from typing import TYPE_CHECKING, Final
 
 from node_runtime.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from pdmesh.v1 import inference_pb2
+
 MAX_REQUEST_ID_BYTES: Final = 128
+MAX_NODE_ID_BYTES: Final = 256
 MAX_STOP_STRINGS: Final = 16
 MAX_CLIENT_STOP_TOKEN_IDS: Final = 64
 MAX_STOP_TOKEN_IDS: Final = 80
@@ -38,6 +40,18 @@ def check_request_id(value: str, *, allow_empty: bool = False) -> None:
         f"request_id: {num_bytes} bytes given, at most {MAX_REQUEST_ID_BYTES} allowed",
     )
     require(value.isprintable(), "request_id: must be printable text")
+
+
+def check_node_id(value: str) -> None:
+    """1 to 256 bytes without control characters: the name appears in logs, traces and statuses."""
+    num_bytes = len(value.encode())
+    require(0 < num_bytes <= MAX_NODE_ID_BYTES, f"node_id: {num_bytes} bytes given, 1 to {MAX_NODE_ID_BYTES} required")
+    require(value.isprintable(), "node_id: must be printable text")
+
+
+def check_incarnation(value: int) -> None:
+    """Any number but 0, which is what an absent field reads as."""
+    require(value != 0, "incarnation: 0 given, a random number required")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str = "token_ids") -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from pdmesh.v1 import decode_pb2, inference_pb2
 
+from node_runtime import request_rules as rules
 from node_runtime.errors import InvalidRequest
 from node_runtime.rpc import format_address, parse_address
-from node_runtime.wire import validation as rules
 from node_runtime.wire.decode import job_from_proto
 
 
@@ -25,6 +25,10 @@ def sampling(**fields: float) -> inference_pb2.SamplingParams:
         (lambda: rules.check_request_id(""), "request_id: must not be empty"),
         (lambda: rules.check_request_id("é" * 65), "request_id: 130 bytes given, at most 128"),
         (lambda: rules.check_request_id("a\nb"), "request_id: must be printable"),
+        (lambda: rules.check_node_id(""), "node_id: 0 bytes given, 1 to 256 required"),
+        (lambda: rules.check_node_id("n" * 257), "node_id: 257 bytes given"),
+        (lambda: rules.check_node_id("a\nb"), "node_id: must be printable"),
+        (lambda: rules.check_incarnation(0), "incarnation: 0 given"),
         (lambda: rules.check_token_ids([], 10), "token_ids: empty"),
         (lambda: rules.check_token_ids([3, 10, 2], 10), r"token_ids: token 10 is outside \[0, 10\)"),
         (lambda: rules.check_token_ids([3, -1], 10), r"token_ids: token -1 is outside \[0, 10\)"),
@@ -59,6 +63,8 @@ def test_a_broken_rule_is_refused_with_field_and_limit(check: Callable[[], None]
     [
         lambda: rules.check_request_id("x" * 128),
         lambda: rules.check_request_id("", allow_empty=True),
+        lambda: rules.check_node_id("n" * 256),
+        lambda: rules.check_incarnation(2**64 - 1),
         lambda: rules.check_token_ids([0, 9], 10),
         lambda: rules.check_lengths(9, 1, 10),
         lambda: rules.check_sampling(inference_pb2.SamplingParams()),
@@ -129,7 +135,7 @@ def test_what_is_no_address_is_refused_and_names_the_field(text: str) -> None:
         parse_address(text, field="prefill_address")
 
 
-def test_rpc_validation_and_outcomes_need_no_torch() -> None:
-    modules = "node_runtime.rpc, node_runtime.lifecycle, node_runtime.wire.validation, node_runtime.wire.outcome"
+def test_rpc_rules_and_outcomes_need_no_torch() -> None:
+    modules = "node_runtime.rpc, node_runtime.lifecycle, node_runtime.request_rules, node_runtime.wire.outcome"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
