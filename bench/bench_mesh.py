@@ -41,16 +41,19 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Times of one answer, seconds since the request was sent."""
+    """One answer. `token_times_s` are times of arrival; `sent_s` is on the same clock."""
 
-    first_token_s: float
-    last_token_s: float
-    num_tokens: int
+    sent_s: float
+    token_times_s: tuple[float, ...]
     finish: Finish
 
     @property
+    def first_token_s(self) -> float:
+        return self.token_times_s[0] - self.sent_s
+
+    @property
     def token_s(self) -> float:
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (len(self.token_times_s) - 1)
 
 
 class PromptSource:
@@ -65,49 +68,54 @@ class PromptSource:
 
 
 async def run_stream(client: AsyncPdmeshClient, token_ids: list[int], num_tokens: int) -> Stream:
-    started = time.perf_counter()
-    first = last = 0.0
-    count = 0
+    sent = time.perf_counter()
+    times: list[float] = []
     options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True)
     async for event in client.generate(token_ids, options):
         match event:
-            case Delta(tokens=tokens) if tokens:
-                last = time.perf_counter() - started
-                first = first or last
-                count += len(tokens)
+            case Delta(tokens=tokens):
+                times += [time.perf_counter()] * len(tokens)
             case Finish():
                 finish = event
-    return Stream(first_token_s=first, last_token_s=last, num_tokens=count, finish=finish)
+    return Stream(sent_s=sent, token_times_s=tuple(times), finish=finish)
 
 
-async def run_load(client: AsyncPdmeshClient, prompts: PromptSource, concurrency: int) -> tuple[list[Stream], float]:
-    """`concurrency` streams that start together; also tokens per second over all of them, prompt time included."""
-    started = time.perf_counter()
+async def run_load(client: AsyncPdmeshClient, prompts: PromptSource, concurrency: int) -> list[Stream]:
+    """`concurrency` streams that start together."""
     tasks = (run_stream(client, prompts.make(PROMPT_TOKENS), OUTPUT_TOKENS) for _ in range(concurrency))
-    streams = list(await asyncio.gather(*tasks))
-    return streams, sum(stream.num_tokens for stream in streams) / (time.perf_counter() - started)
+    return list(await asyncio.gather(*tasks))
+
+
+def throughput(streams: Sequence[Stream]) -> float:
+    """Tokens per second from the first request to the last token, prompt time included."""
+    ended = max(stream.token_times_s[-1] for stream in streams)
+    return sum(len(stream.token_times_s) for stream in streams) / (ended - min(stream.sent_s for stream in streams))
+
+
+def decode_rate(streams: Sequence[Stream]) -> float:
+    """Tokens per second while every stream is decoding: no prompt is computed in that window."""
+    begin = max(stream.token_times_s[0] for stream in streams)
+    end = min(stream.token_times_s[-1] for stream in streams)
+    return sum(begin < at <= end for stream in streams for at in stream.token_times_s) / (end - begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Medians over rounds at one concurrency."""
+    """Medians over rounds at one concurrency. `token_ms` is a stream's own, waiting for other prompts included."""
 
     first_token_ms: float
     token_ms: float
     tokens_per_s: float
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Of one stream."""
-        return 1e3 / self.token_ms
+    decode_tokens_per_s: float
 
 
-def summarise(rounds: Sequence[tuple[list[Stream], float]]) -> Load:
-    streams = [stream for streams, _ in rounds for stream in streams]
+def summarise(rounds: Sequence[list[Stream]]) -> Load:
+    streams = [stream for each in rounds for stream in each]
     return Load(
         first_token_ms=1e3 * statistics.median(stream.first_token_s for stream in streams),
         token_ms=1e3 * statistics.median(stream.token_s for stream in streams),
-        tokens_per_s=statistics.median(rate for _, rate in rounds),
+        tokens_per_s=statistics.median(map(throughput, rounds)),
+        decode_tokens_per_s=statistics.median(map(decode_rate, rounds)),
     )
 
 
@@ -115,7 +123,7 @@ async def measure_loads(
     clients: dict[str, AsyncPdmeshClient], prompts: PromptSource, num_rounds: int
 ) -> dict[tuple[str, int], Load]:
     """Both deployments at every concurrency, taking turns."""
-    results: dict[tuple[str, int], list[tuple[list[Stream], float]]] = {}
+    results: dict[tuple[str, int], list[list[Stream]]] = {}
     for concurrency in CONCURRENCIES:
         for _ in range(num_rounds):
             for name, client in clients.items():
@@ -153,6 +161,7 @@ def report_loads(report: Report, loads: dict[tuple[str, int], Load], reference: 
         report.lower(f"{where}: time to first token", load.first_token_ms, "ms")
         report.lower(f"{where}: time per token", load.token_ms, "ms")
         report.higher(f"{where}: throughput", load.tokens_per_s, "tokens/s")
+        report.higher(f"{where}: decode rate", load.decode_tokens_per_s, "tokens/s")
     for batch_size, row in reference.items():
         where = f"transformers, batch {batch_size}"
         total_s = row["first_token_s"] + (OUTPUT_TOKENS - 1) * row["token_s"]
@@ -160,14 +169,16 @@ def report_loads(report: Report, loads: dict[tuple[str, int], Load], reference: 
         report.lower(f"{where}: time per token, hand-written loop", 1e3 * row["token_s"], "ms")
         report.lower(f"{where}: time per token, generate()", 1e3 * row["generate_token_s"], "ms")
         report.higher(f"{where}: throughput, hand-written loop", batch_size * OUTPUT_TOKENS / total_s, "tokens/s")
+        report.higher(f"{where}: decode rate, hand-written loop", batch_size / row["token_s"], "tokens/s")
 
 
 def report_ratios(report: Report, loads: dict[tuple[str, int], Load], reference: dict[int, dict[str, float]]) -> None:
     for concurrency, goal in ((1, 1.0), (4, None), (16, 1.5)):
-        ratio = 1e3 * reference[concurrency]["token_s"] / loads["fused", concurrency].token_ms
+        ratio = loads["fused", concurrency].decode_tokens_per_s * reference[concurrency]["token_s"] / concurrency
         report.higher(f"fused decode rate / transformers loop, concurrency {concurrency}", ratio, "ratio", goal)
     for concurrency in CONCURRENCIES:
-        ratio = loads["disaggregated", concurrency].token_ms / loads["fused", concurrency].token_ms
+        rates = [loads[name, concurrency].decode_tokens_per_s for name in ("fused", "disaggregated")]
+        ratio = rates[0] / rates[1]
         case = f"disaggregation adds to time per token, concurrency {concurrency}"
         report.lower(case, 100 * (ratio - 1), "%", 15.0)
 

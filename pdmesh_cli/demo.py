@@ -84,8 +84,13 @@ async def _answer(client: AsyncPdmeshClient, request: DemoRequest, running: Runn
     def show(delta: Delta) -> None:
         output.feed(delta.text)
 
-    answer = await stream_answer(client, request.prompt, request.options, timeout_s=_REQUEST_TIMEOUT_S, on_delta=show)
-    output.finish()
+    try:
+        answer = await stream_answer(
+            client, request.prompt, request.options, timeout_s=_REQUEST_TIMEOUT_S, on_delta=show
+        )
+    finally:
+        # Also when it is interrupted: what is said next begins on a line of its own.
+        output.finish()
     console.print()
     console.print(request_report(answer.placement, answer.finish))
     if trace_id := answer.placement.trace_id:

@@ -10,10 +10,11 @@ import difflib
 import enum
 import inspect
 import json
+import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 import yaml
@@ -21,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from node_runtime.config import format_size
+from node_runtime.config import format_size, load_config
 from node_runtime.errors import BadConfig
 
 FlagValue = str | int | float | bool | list[str] | None
@@ -32,6 +33,8 @@ FIELD_ALIASES: Mapping[str, tuple[str, ...]] = {
     "token_budget": ("max_num_batched_tokens",),
 }
 """Names that users of other engines know; taken as flags and as file keys."""
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 _SCALARS: dict[object, type] = {int: int, float: float, bool: bool, str: str}
 
@@ -207,6 +210,20 @@ def merged_values(
     values = read_config_file(config_file, config_type) if config_file else {}
     values.update(_by_field_name(config_type, given(flags), "option"))
     return values
+
+
+def load_merged(config_type: type[ConfigT], config_file: Path | None, flags: Mapping[str, FlagValue]) -> ConfigT:
+    """The checked configuration of file and flags. BadConfig names every fault, and fields by all their names."""
+    values = merged_values(config_type, config_file, flags)
+    try:
+        return load_config(config_type, values)
+    except BadConfig as error:
+        names = [
+            f"{name} is also called {' and '.join(aliases)}"
+            for name, aliases in FIELD_ALIASES.items()
+            if name in config_type.model_fields and re.search(rf"\b{name}\b", error.message)
+        ]
+        raise BadConfig(f"{error.message} ({', '.join(names)})" if names else error.message) from None
 
 
 def flags_for(values: Mapping[str, FlagValue]) -> list[str]:

@@ -81,18 +81,32 @@ async def run_generate(
             out.file.write(completion_json(completion) + "\n")
             return
         tokens: list[Token] = []
+        has_text = False
 
         def show(delta: Delta) -> None:
+            nonlocal has_text
+            has_text = has_text or bool(delta.text)
             tokens.extend(delta.tokens)
             out.file.write(delta.text)
             out.file.flush()
 
-        answer = await stream_answer(client, prompt, options, timeout_s=timeout_s, on_delta=show)
-    out.file.write("\n")
-    out.file.flush()
+        try:
+            answer = await stream_answer(client, prompt, options, timeout_s=timeout_s, on_delta=show)
+        except BaseException:
+            # What is said about the failure begins on a line of its own.
+            if has_text:
+                end_line(out)
+            raise
+    end_line(out)
     if options.num_logprobs is not None:
         _print_logprobs(tokens, err)
-    err.print(request_report(answer.placement, answer.finish))
+    # Only a person at a terminal is served by lines that are broken to its width.
+    err.print(request_report(answer.placement, answer.finish), soft_wrap=not err.is_terminal)
+
+
+def end_line(out: Console) -> None:
+    out.file.write("\n")
+    out.file.flush()
 
 
 def completion_json(completion: Completion) -> str:

@@ -5,6 +5,7 @@ Implements `child.LogSink`; knows nothing about processes.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -14,6 +15,10 @@ from rich.text import Text
 
 _STYLES = {"router": "blue", "prefill": "cyan", "decode": "green", "fused": "magenta"}
 _NAME_WIDTH = 10
+# What a node writes: time, level, its name, [request id, trace id], logger, message.
+_RECORD = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z ([A-Z]+) \S+ \[(\S+) \S+\] \S+: (.*)", re.DOTALL)
+_LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+_REQUEST_ID_LENGTH = 8
 
 
 def style_of(name: str) -> str:
@@ -22,14 +27,29 @@ def style_of(name: str) -> str:
 
 
 class ConsoleLogs:
-    """Prints every line behind the coloured name of its node."""
+    """Prints every line behind the coloured name of its node: on a terminal what people need of it, else all of it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def write_line(self, name: str, line: str) -> None:
         prefix = Text(f"{name:<{_NAME_WIDTH}}| ", style=style_of(name))
-        self._console.print(prefix + Text(line, style="default"), soft_wrap=True, highlight=False)
+        content = _for_people(line) if self._console.is_terminal else Text(line, style="default")
+        self._console.print(prefix + content, soft_wrap=True, highlight=False)
+
+
+def _for_people(line: str) -> Text:
+    """The line with the time of day, the level if it matters, the start of the request's name, and the message."""
+    record = _RECORD.fullmatch(line)
+    if record is None:
+        return Text(line, style="default")
+    time_of_day, level, request_id, message = record.groups()
+    parts = [(f"{time_of_day} ", "bright_black")]
+    if level != "INFO":
+        parts.append((f"{level} ", _LEVEL_STYLES.get(level, "bright_black")))
+    if request_id != "-":
+        parts.append((f"[{request_id[:_REQUEST_ID_LENGTH]}] ", "bright_black"))
+    return Text.assemble(*parts, (message, _LEVEL_STYLES.get(level, "default")))
 
 
 class FileLogs:

@@ -17,14 +17,15 @@ from typing import Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
-from node_runtime.config import ComputeNodeConfig, NodeConfig, load_config
-from node_runtime.errors import BadConfig, NodeError
+from node_runtime.config import ComputeNodeConfig, NodeConfig
+from node_runtime.errors import BadConfig, NodeError, PortInUse
 from node_runtime.lifecycle import run_node, setup_logging
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import GenerateOptions, PdmeshError
-from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, merged_values
+from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
 from pdmesh_cli.model_fetch import ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.up import DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
@@ -68,14 +69,23 @@ def _reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
         for line in error.last_lines if quote_logs else ():
             err.print(f"  {line}", style="bright_black", markup=False)
         _fail(err, error, EXIT_FAILURE)
+    except PortInUse as error:
+        _fail(err, f"{error}; choose another with --port, or 0 for a free one", EXIT_FAILURE)
     except (ModelFetchError, PdmeshError, NodeError) as error:
-        _fail(err, error, EXIT_FAILURE)
+        _fail(err, _with_advice(error), EXIT_FAILURE)
     except (KeyboardInterrupt, asyncio.CancelledError):
         err.print("interrupted")
         sys.exit(128 + signal.SIGINT)
 
 
-def _fail(err: Console, error: Exception, exit_code: int) -> NoReturn:
+def _with_advice(error: Exception) -> str:
+    """The message, and what to do next where that is known."""
+    if isinstance(error, PdmeshError) and error.message.startswith("cannot connect to "):
+        return f"{error}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
+    return str(error)
+
+
+def _fail(err: Console, error: Exception | str, exit_code: int) -> NoReturn:
     err.print(f"pdmesh: {error}", style="red", markup=False)
     sys.exit(exit_code)
 
@@ -94,7 +104,7 @@ def _add_role(
 
     def command(config_file: Path | None, **flags: FlagValue) -> None:
         with _reported_failures():
-            config = load_config(config_type, merged_values(config_type, config_file, flags))
+            config = load_merged(config_type, config_file, flags)
             alias = alias_name(config.model)
             if alias is not None:
                 path = provide_model(alias, Console(stderr=True))
@@ -170,7 +180,7 @@ def _add_up() -> None:
         node_values = {name: value for name, value in own.items() if name in ComputeNodeConfig.model_fields}
         with _reported_failures():
             # Refused here, by name, instead of by a child.
-            load_config(ComputeNodeConfig, merged_values(ComputeNodeConfig, None, {**node_values, **compute_values}))
+            load_merged(ComputeNodeConfig, None, {**node_values, **compute_values})
             asyncio.run(run_up(_up_options(**own, compute_values=compute_values), _document_console()))  # type: ignore[arg-type]
 
     own_parameters = [
@@ -323,11 +333,15 @@ def _status(
 
     with _reported_failures():
         reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s))
+    table = status_table(reports)
     console = _document_console()
-    console.print(status_table(reports))
+    # A table that is cut off says less than one whose lines the terminal breaks.
+    width = max(console.width, Measurement.get(console, console.options, table).maximum)
+    Console(highlight=False, width=width).print(table)
     errors = [report.error for report in reports if report.error]
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
     for error in errors:
-        console.print(error, style="red", markup=False)
+        err.print(f"pdmesh: {error}", style="red", markup=False)
     if errors:
         sys.exit(EXIT_FAILURE)
 

@@ -1,7 +1,8 @@
 """A whole mesh on this machine as child processes: who is started with what, in which order all of it stops.
 
-Knows the roles by their command lines only. Compute nodes start side by side, the router when they are ready. The
-router stops first, then decode, then prefill, so that nobody loses a peer that it still needs.
+Knows the roles by their command lines only. Compute nodes start side by side, on ports that are chosen here so that
+decode nodes are told of the prefill nodes at once; the router starts when they are ready. The router stops first, then
+decode, then prefill, so that nobody loses a peer that it still needs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdmesh_cli.child import Announcement, Child, ChildError, ChildSpec, LogSink
+from pdmesh_cli.ports import reserved_ports
 
 # How long after a failure of the work a dying child is taken for its cause.
 _BLAME_WINDOW_S = 1.0
+# The address compute nodes listen on: nobody but this machine needs them.
+_COMPUTE_HOST = "127.0.0.1"
 
 T = TypeVar("T")
 
@@ -58,12 +62,24 @@ class MeshPlan:
         if self.num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {self.num_threads}")
 
-    def compute_specs(self) -> tuple[ChildSpec, ...]:
-        """The compute nodes, prefill before decode."""
+    @property
+    def num_compute_nodes(self) -> int:
+        return self.num_decode + (0 if self.fused else self.num_prefill)
+
+    @property
+    def compute_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.compute_specs((0,) * self.num_compute_nodes))
+
+    def compute_specs(self, ports: Sequence[int]) -> tuple[ChildSpec, ...]:
+        """The compute nodes, prefill before decode, each listening on one of the ports."""
         if self.fused:
-            return tuple(self._compute_spec("fused", index) for index in range(self.num_decode))
-        prefill = tuple(self._compute_spec("prefill", index) for index in range(self.num_prefill))
-        return prefill + tuple(self._compute_spec("decode", index) for index in range(self.num_decode))
+            return tuple(self._compute_spec("fused", index, port) for index, port in enumerate(ports))
+        prefill_ports, decode_ports = ports[: self.num_prefill], ports[self.num_prefill :]
+        peers = tuple(f"--prefill={_COMPUTE_HOST}:{port}" for port in prefill_ports)
+        prefill = tuple(self._compute_spec("prefill", index, port) for index, port in enumerate(prefill_ports))
+        return prefill + tuple(
+            self._compute_spec("decode", index, port, *peers) for index, port in enumerate(decode_ports)
+        )
 
     def router_spec(self, compute_nodes: Sequence[Announcement]) -> ChildSpec:
         """The router, told where the compute nodes are."""
@@ -71,8 +87,9 @@ class MeshPlan:
         arguments = (*addresses, *self.router_arguments, *self.common_arguments)
         return self._spec("router", "router", arguments, num_threads=1)
 
-    def _compute_spec(self, role: str, index: int) -> ChildSpec:
-        arguments = (f"--num-threads={self.num_threads}", *self.compute_arguments, *self.common_arguments)
+    def _compute_spec(self, role: str, index: int, port: int, *peers: str) -> ChildSpec:
+        place = (f"--host={_COMPUTE_HOST}", f"--port={port}", *peers, f"--num-threads={self.num_threads}")
+        arguments = (*place, *self.compute_arguments, *self.common_arguments)
         return self._spec(role, f"{role}-{index}", arguments, num_threads=self.num_threads)
 
     def _spec(self, role: str, name: str, arguments: tuple[str, ...], *, num_threads: int) -> ChildSpec:
@@ -100,8 +117,9 @@ class Mesh:
 
     async def start(self) -> Announcement:
         """Starts everything and returns the router. Raises ChildError for the first child that fails."""
-        compute = [await self._spawn(spec) for spec in self._plan.compute_specs()]
-        announcements = await self._all_ready(compute)
+        with reserved_ports(_COMPUTE_HOST, self._plan.num_compute_nodes) as ports:
+            compute = [await self._spawn(spec) for spec in self._plan.compute_specs(ports)]
+            announcements = await self._all_ready(compute)
         router = await self._spawn(self._plan.router_spec(announcements))
         return (await self._all_ready([router]))[0]
 

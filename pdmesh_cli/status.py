@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from node_runtime.rpc.channel import connect
 from pdmesh_cli.client import MAX_MESSAGE_BYTES, client_errors
 from pdmesh_cli.client_types import PdmeshError
 
+_ANSWER_TIMEOUT_S = 3.0
+_SERVING_POLL_S = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
@@ -22,6 +26,7 @@ class NodeReport:
     info: mesh_pb2.NodeInfo | None = None
     status: mesh_pb2.NodeStatus | None = None
     error: str = ""
+    """As the user reads it."""
 
 
 async def ask_node(address: str, *, timeout_s: float) -> NodeReport:
@@ -50,6 +55,27 @@ async def ask_mesh(addresses: Sequence[str], *, timeout_s: float) -> tuple[NodeR
         known = [address for report in reports.values() for address in _nodes_of_router(report)]
         wanted = [address for address in dict.fromkeys(known) if address not in reports]
     return tuple(reports.values())
+
+
+async def wait_until_serving(address: str, *, timeout_s: float) -> None:
+    """Returns when the node at `address` says that it serves.
+
+    Raises PdmeshError, with what the node says about its peers, when that takes longer.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        report = await ask_node(address, timeout_s=_ANSWER_TIMEOUT_S)
+        if report.status is not None and report.status.serving:
+            return
+        if time.monotonic() >= deadline_s:
+            raise PdmeshError("UNAVAILABLE", f"{address} does not serve after {timeout_s:.0f} s: {_reason(report)}")
+        await asyncio.sleep(_SERVING_POLL_S)
+
+
+def _reason(report: NodeReport) -> str:
+    peers = () if report.status is None else report.status.peers
+    details = [f"{peer.node_id or peer.address} is {peer.state}: {peer.detail}" for peer in peers if peer.detail]
+    return report.error or "; ".join(details) or "it does not say why"
 
 
 def _nodes_of_router(report: NodeReport) -> tuple[str, ...]:

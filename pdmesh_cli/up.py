@@ -23,13 +23,17 @@ from pdmesh_cli.flags import FlagValue, flags_for
 from pdmesh_cli.logs import ConsoleLogs, style_of
 from pdmesh_cli.mesh import Mesh, MeshPlan, num_usable_cores, shared_num_threads
 from pdmesh_cli.model_fetch import PACKAGED_MODELS, resolve_model
+from pdmesh_cli.ports import check_port_free
 from pdmesh_cli.report import counted
+from pdmesh_cli.status import wait_until_serving
 from pdmesh_cli.trace_store import TraceStore
 from pdmesh_cli.waterfall import Waterfall
 
 DEFAULT_ROUTER_PORT = 7700
 # Nodes export every 200 ms; a trace whose root is here is whole a little later.
 _TRACE_SETTLE_S = 0.6
+# From the announcement of the router, when all nodes listen already: decode nodes still prove their data plane.
+_SERVING_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,8 @@ async def running_mesh(
 ) -> AsyncIterator[RunningMesh]:
     """Starts collector and nodes, says when each is ready, stops all of it at the end of the block.
 
-    Raises BadConfig, or ChildError for a node that cannot start.
+    Raises BadConfig, PortInUse, ChildError for a node that cannot start, or PdmeshError when the nodes do not come
+    together.
     """
     async with AsyncExitStack() as stack:
         traces = TraceStore()
@@ -128,6 +133,9 @@ async def running_mesh(
             endpoint = await collector.start()
             stack.push_async_callback(collector.stop)
         plan = mesh_plan(options, model_path, endpoint)
+        if options.port:
+            # Known at once instead of when all the models are loaded.
+            check_port_free(options.host, options.port)
 
         nodes: list[Announcement] = []
 
@@ -136,9 +144,10 @@ async def running_mesh(
             console.print(f"[{style_of(node.role)}]{node.node_id:<10}[/] is ready at {node.address}", highlight=False)
 
         mesh = await stack.enter_async_context(Mesh(plan, sink, on_ready=say_ready))
-        names = ", ".join(spec.name for spec in plan.compute_specs())
+        names = ", ".join(plan.compute_names)
         with _busy(console, f"starting {names} with {counted(plan.num_threads, 'thread')} each, then the router"):
             router = await mesh.start()
+            await mesh.run(wait_until_serving(router.address, timeout_s=_SERVING_TIMEOUT_S))
         yield RunningMesh(mesh=mesh, router=router, nodes=tuple(nodes), traces=traces)
 
 
@@ -151,13 +160,17 @@ def _busy(console: Console, message: str) -> AbstractContextManager[object]:
 
 
 async def run_up(options: UpOptions, console: Console) -> None:
-    """Carries out the command; returns after SIGTERM or SIGINT. Raises BadConfig, ModelFetchError, ChildError."""
+    """Carries out the command; returns after SIGTERM or SIGINT. Raises what `running_mesh` does, or ModelFetchError."""
     model_path = provide_model(options.model, console)
     with cancelled_by_signals():
         try:
             async with running_mesh(options, model_path, ConsoleLogs(console), console) as running:
                 console.print(f"try: pdmesh generate --router {running.router.address} --chat 'What is gravity?'")
-                await running.mesh.run(_serve_until_cancelled(running, options, console))
+                try:
+                    await running.mesh.run(_serve_until_cancelled(running, options, console))
+                except asyncio.CancelledError:
+                    console.print("stopping: running requests may finish first; Ctrl-C again leaves at once")
+                    raise
         except asyncio.CancelledError:
             console.print("stopped")
 

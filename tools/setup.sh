@@ -14,9 +14,43 @@ case "$profile" in
 esac
 
 venv=.venv
+log=$venv/setup.log
 started=$SECONDS
-step() { printf '\033[1m==>\033[0m %s  (%ss)\n' "$1" "$((SECONDS - started))"; }
+bold= plain=
+if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+step() { printf '%s==>%s %s  (%ss)\n' "$bold" "$plain" "$1" "$((SECONDS - started))"; }
 fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
+
+# Shows what the command whose output it reads is busy with: one line that changes on a terminal, else a line now and then.
+follow() {
+  local line='' last='' shown=$SECONDS columns status
+  columns=$(tput cols 2>/dev/null || echo 80)
+  while true; do
+    status=0
+    IFS= read -r -t 1 line || status=$?
+    if [ "$status" -gt 0 ] && [ "$status" -le 128 ]; then break; fi
+    case "$line" in
+      Collecting* | *Downloading* | Installing* | *'Building editable'* | *\[[0-9]*/[0-9]*\]*) last=${line#"${line%%[![:space:]]*}"} ;;
+    esac
+    if [ -t 1 ]; then
+      printf '\r\033[K    %4ss  %.*s' "$((SECONDS - started))" "$((columns - 12))" "$last"
+    elif [ "$((SECONDS - shown))" -ge 15 ]; then
+      printf '    %4ss  %.100s\n' "$((SECONDS - started))" "$last"
+      shown=$SECONDS
+    fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
+}
+
+# Runs a command with its output in the log; what it said is shown only when it fails.
+logged() {
+  mkdir -p "$(dirname "$log")"
+  printf '\n$ %s\n' "$*" >>"$log"
+  if ! "$@" 2>&1 | tee -a "$log" | follow; then
+    grep -v '^WARNING' "$log" | tail -25 >&2
+    fail "this failed: $*  (all of its output: $log)"
+  fi
+}
 
 # Debian packages, each with the thing that proves it is there.
 missing_packages() {
@@ -46,19 +80,30 @@ if [ -n "$packages" ]; then
     fail "these Debian packages are missing; install them and run this again:  sudo $install"
   fi
   step "installing system packages: $packages"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive $install -qq >/dev/null
+  log=${TMPDIR:-/tmp}/pdmesh-setup.log
+  logged apt-get update -q
+  logged env DEBIAN_FRONTEND=noninteractive $install -q
+  log=$venv/setup.log
 fi
 
 python=${PYTHON:-python3.11}
-if [ ! -x $venv/bin/python ]; then
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "pdmesh needs Python 3.11 or newer, $python is $("$python" --version 2>&1); choose another one with PYTHON=..."
+
+# An environment that was interrupted while it was made, or moved since: its scripts name the old place.
+if [ -e $venv ] && ! { [ -x $venv/bin/pip ] && grep -qF "$(pwd -P)/$venv" $venv/bin/activate && $venv/bin/python -c ''; } 2>/dev/null; then
+  step "removing a $venv that is incomplete or was made elsewhere"
+  rm -rf $venv
+fi
+if [ ! -e $venv ]; then
   step "creating $venv"
   "$python" -m venv $venv
 fi
 
-pip() { $venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
-requirements() { # build requirements, dependencies and the extras of this profile, one a line
-  $venv/bin/python - "$extras" <<'PY'
+export PIP_PROGRESS_BAR=off
+pip() { logged $venv/bin/python -m pip --disable-pip-version-check "$@"; }
+requirements() { # build requirements, dependencies and the extras of a profile, one a line
+  $venv/bin/python - "$1" <<'PY'
 import sys, tomllib
 with open("pyproject.toml", "rb") as file:
     config = tomllib.load(file)
@@ -70,15 +115,15 @@ PY
 }
 
 # A runtime profile is satisfied by a dev environment, not the other way round.
-wanted=$(requirements | sha256sum | cut -c1-64)
-dev_wanted=$(extras=cpu,compute,dev requirements | sha256sum | cut -c1-64)
+wanted=$(requirements $extras | sha256sum | cut -c1-64)
+dev_wanted=$(requirements cpu,compute,dev | sha256sum | cut -c1-64)
 installed=$(cat $venv/.installed 2>/dev/null || true)
 if [ "$installed" != "$wanted" ] && [ "$installed" != "$dev_wanted" ]; then
   # The pinned build first: with torch absent, another package could pull in a much larger one.
-  step "installing $(requirements | grep '^torch==')"
-  pip install "$(requirements | grep '^torch==')"
-  step "installing $(requirements | wc -l) direct dependencies ($profile)"
-  requirements >$venv/.requirements
+  requirements $extras >$venv/.requirements
+  step "installing $(grep '^torch==' $venv/.requirements), the largest part"
+  pip install "$(grep '^torch==' $venv/.requirements)"
+  step "installing $(wc -l <$venv/.requirements) direct dependencies ($profile)"
   pip install -r $venv/.requirements
   echo "$wanted" >$venv/.installed
 fi
@@ -88,7 +133,8 @@ sources=$({ find CMakeLists.txt pyproject.toml protos scheduler_core/CMakeLists.
               model_runtime/kernels -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-64)
 if [ "$(cat $venv/.built 2>/dev/null || true)" != "$sources" ]; then
   step "building native code and protos"
-  CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} pip install --no-build-isolation --no-deps -e .
+  export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+  pip install --verbose --no-build-isolation --no-deps -e .
   echo "$sources" >$venv/.built
 fi
 step "ready"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 from pdmesh.v1 import inference_pb2, inference_pb2_grpc
@@ -63,19 +64,21 @@ class ScriptedRouter:
         self.requests.append(request)
         if request.text == "refuse":
             raise InvalidRequest("temperature: must be >= 0, got -1")
-        yield _PLACEMENT
-        yield _delta("Hello", 11)
-        if request.text == "break":
-            raise QueueFull("the queue is full")
-        if request.text == "no finish":
-            return
-        if request.text == "hang":
-            try:
+        try:
+            yield _PLACEMENT
+            yield _delta("Hello", 11)
+            if request.text == "break":
+                raise QueueFull("the queue is full")
+            if request.text == "no finish":
+                return
+            if request.text == "hang":
                 await asyncio.Event().wait()
-            finally:
+            yield _delta(" world", 12)
+            yield _FINISH
+        finally:
+            # A client that leaves early may do so before the handler hangs.
+            if request.text == "hang":
                 self.cancelled.set()
-        yield _delta(" world", 12)
-        yield _FINISH
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: RpcContext
@@ -201,6 +204,17 @@ async def test_closing_a_plain_stream_cancels_the_work_and_ends_it(router: tuple
 
     await asyncio.to_thread(use)
     await asyncio.wait_for(servicer.cancelled.wait(), 10)
+
+
+async def test_the_example_of_the_readme_prints_the_answer(
+    router: tuple[ScriptedRouter, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, address = router
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    example = readme.split("```python\n")[1].split("```")[0]
+    assert "127.0.0.1:7700" in example
+    await asyncio.to_thread(exec, example.replace("127.0.0.1:7700", address), {})
+    assert capsys.readouterr().out == "Hello world"
 
 
 async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[ScriptedRouter, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -118,18 +119,33 @@ async def test_generate_ends_in_one_line_when_the_router_refuses(router: tuple[E
 async def test_status_shows_the_node_and_that_its_peer_does_not_answer(router: tuple[EchoRouter, str]) -> None:
     _, address = router
     result = await asyncio.to_thread(_run, "status", "--router", address)
-    _, first, second, error, *_ = result.stdout.splitlines()
+    _, first, second = result.stdout.splitlines()
     assert first.split() == ["router-7", "router", address, "serving", "-", "0", "0", "1,234", "3", "0", "9"]
     assert second.split() == ["-", "-", "127.0.0.1:1", "no", "answer"]
-    assert error.startswith("UNAVAILABLE: node at 127.0.0.1:1")
+    assert result.stderr == "pdmesh: UNAVAILABLE: cannot connect to 127.0.0.1:1: Connection refused\n"
     assert result.exit_code == 1
 
 
 def test_generate_names_a_router_that_is_not_there() -> None:
     result = _run("generate", "x", "--router", "127.0.0.1:1")
     assert result.exit_code == 1
-    assert result.stderr.startswith("pdmesh: UNAVAILABLE: node at 127.0.0.1:1")
-    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr == (
+        "pdmesh: UNAVAILABLE: cannot connect to 127.0.0.1:1: Connection refused; start a mesh with `pdmesh up`, "
+        "or name its router with --router or PDMESH_ROUTER\n"
+    )
+
+
+def test_up_says_at_once_that_its_port_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = _run("up", "--model", str(tmp_path), "--port", str(port))
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"pdmesh: cannot listen on 127.0.0.1:{port}: the port is already in use; choose another with --port, "
+        "or 0 for a free one\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,6 +157,7 @@ def test_generate_names_a_router_that_is_not_there() -> None:
         (("fused",), "model: required"),
         (("fused", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("up", "--log-level", "loud"), "log_level"),
+        (("up", "--max-num-seqs", "0"), "max_batch_size is also called max_num_seqs"),
         (("up", "--memory", "lots"), "expected a size such as 512MiB or 1GiB, got 'lots'"),
     ],
 )

@@ -72,9 +72,7 @@ async def test_all_nodes_run_and_the_router_is_told_where_they_are() -> None:
         assert ready[2] == router
         addresses = {node.role: node.address for node in ready}
     ((_, told),) = [(name, line) for name, line in sink.lines if name == "router" and line.startswith("arguments")]
-    assert told == (
-        f"arguments --prefill={addresses['prefill']} --decode={addresses['decode']} --port=0 --model=m"
-    )
+    assert told == (f"arguments --prefill={addresses['prefill']} --decode={addresses['decode']} --port=0 --model=m")
 
 
 async def test_the_router_stops_first_then_decode_then_prefill() -> None:
@@ -127,25 +125,32 @@ async def test_a_failure_of_the_work_alone_stays_what_it_is(monkeypatch: pytest.
 
 
 def test_compute_nodes_get_their_share_of_threads_and_sleeping_waits() -> None:
-    prefill, decode = _PLAN.compute_specs()
+    prefill, decode = _PLAN.compute_specs((4001, 4002))
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     for spec in (prefill, decode):
-        assert spec.arguments[2:] == (
-            spec.name.split("-")[0],
-            f"--node-id={spec.name}",
-            "--num-threads=2",
-            "--memory=8MiB",
-            "--model=m",
-        )
+        assert spec.arguments[2:4] == (spec.name.split("-")[0], f"--node-id={spec.name}")
+        assert spec.arguments[-3:] == ("--num-threads=2", "--memory=8MiB", "--model=m")
         assert spec.environment == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     router = _PLAN.router_spec([_announcement("prefill", "a:1"), _announcement("decode", "b:2")])
     assert router.environment["OMP_NUM_THREADS"] == "1"
     assert not any(argument.startswith("--num-threads") for argument in router.arguments)
 
 
+def test_every_node_has_its_own_port_and_decode_nodes_know_all_prefill_nodes() -> None:
+    plan = dataclasses.replace(_PLAN, num_prefill=2, num_decode=2)
+    specs = plan.compute_specs((1, 2, 3, 4))
+    assert plan.compute_names == ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    for port, spec in enumerate(specs, start=1):
+        assert ("--host=127.0.0.1", f"--port={port}") == spec.arguments[4:6]
+        peers = [argument for argument in spec.arguments if argument.startswith("--prefill=")]
+        expected = ["--prefill=127.0.0.1:1", "--prefill=127.0.0.1:2"] if spec.name.startswith("decode") else []
+        assert peers == expected
+
+
 def test_a_fused_mesh_has_no_prefill_nodes() -> None:
     plan = dataclasses.replace(_PLAN, fused=True, num_decode=2)
-    assert [spec.name for spec in plan.compute_specs()] == ["fused-0", "fused-1"]
+    assert plan.compute_names == ("fused-0", "fused-1")
+    assert not any("--prefill" in argument for spec in plan.compute_specs((1, 2)) for argument in spec.arguments)
     assert "--fused=a:1" in plan.router_spec([_announcement("fused", "a:1")]).arguments
 
 

@@ -45,7 +45,7 @@ def test_a_disaggregated_request_tells_place_tokens_cache_speed_and_handoff() ->
         "tokens   400 prompt, 21 completion (stopped by token 2)",
         "cached   64 on the prefill node, 192 on the decode node",
         "speed    first token after 655 ms (queue 2, compute 610), then 75.0 ms per token",
-        "handoff  46.0 MiB, 60 runs, 2 blocks; pushed over 400 ms, 100.0 ms after the compute (75 % hidden)",
+        "handoff  46.0 MiB, 60 runs, 2 blocks; busy 400 ms, 100.0 ms of it after the compute (75 % hidden)",
     ]
 
 

@@ -109,6 +109,17 @@ def test_console_lines_carry_the_name_and_are_not_wrapped_or_interpreted() -> No
     assert _printed(console) == "decode-0  | [red]loaded[/red] " + "x" * 60 + "\n"
 
 
+def test_console_lines_on_a_terminal_leave_out_what_a_person_does_not_need() -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    logs = ConsoleLogs(console)
+    logs.write_line("decode-0", "2026-01-02T03:04:05.678Z INFO decode-0 [- -] pdmesh.lifecycle: is ready: yes")
+    logs.write_line("router", "2026-01-02T03:04:06.001Z WARNING router [0123456789abcdef ff] pdmesh.rpc: refused")
+    assert _printed(console).splitlines() == [
+        "decode-0  | 03:04:05 is ready: yes",
+        "router    | 03:04:06 WARNING [01234567] refused",
+    ]
+
+
 def test_file_logs_keep_one_file_per_node_and_start_anew(tmp_path: Path) -> None:
     for run in ("first", "second"):
         with FileLogs(tmp_path / "logs") as logs:
