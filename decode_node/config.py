@@ -33,7 +33,7 @@ class DecodeNodeConfig(ComputeNodeConfig):
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
             try:
-                parse_address(address, field="prefill")
+                parse_address(address)
             except InvalidRequest as error:
                 raise ValueError(error.message) from None
         return tuple(dict.fromkeys(value))

@@ -261,7 +261,9 @@ class PrefillPeers:
             except Exception as error:
                 if num_failures == 0:
                     cause = None if isinstance(error, NodeError) else error
-                    _log.warning("prefill node at %s: %s; trying on", entry.address, error, exc_info=cause)
+                    # A peer that was never there is a start-up order, not a fault.
+                    level = logging.INFO if entry.peer is None and cause is None else logging.WARNING
+                    _log.log(level, "prefill node at %s: %s; trying on", entry.address, error, exc_info=cause)
                 backoff_s = RETRY_BACKOFF_S[min(num_failures, len(RETRY_BACKOFF_S) - 1)]
                 num_failures += 1
                 await _wait(entry.changed, backoff_s)

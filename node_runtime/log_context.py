@@ -16,6 +16,8 @@ from typing import TextIO
 
 _request_id: ContextVar[str] = ContextVar("pdmesh_request_id", default="")
 _trace_id: ContextVar[str] = ContextVar("pdmesh_trace_id", default="")
+# What was bound last inside the current call, by variable name: how a call ended is logged after its scopes are left.
+_call: ContextVar[dict[str, str] | None] = ContextVar("pdmesh_call", default=None)
 
 # A record stays one line whatever a client puts into a name, and a terminal sees no control sequence.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): " "}
@@ -36,8 +38,25 @@ def bound_trace_id(trace_id: str) -> Iterator[None]:
 
 
 @contextmanager
+def call_scope() -> Iterator[None]:
+    """Keeps the ids bound inside for records that are logged in this scope after the binding has ended."""
+    token = _call.set({})
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            _call.reset(token)
+
+
+def _current(variable: ContextVar[str]) -> str:
+    return variable.get() or (_call.get() or {}).get(variable.name, "") or "-"
+
+
+@contextmanager
 def _bound(variable: ContextVar[str], value: str) -> Iterator[None]:
     token = variable.set(value)
+    if (call := _call.get()) is not None:
+        call[variable.name] = value
     try:
         yield
     finally:
@@ -55,7 +74,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        ids = f"{_request_id.get() or '-'} {_trace_id.get() or '-'}"
+        ids = f"{_current(_request_id)} {_current(_trace_id)}"
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}: {self.formatException(record.exc_info)}"

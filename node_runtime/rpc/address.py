@@ -15,10 +15,11 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def parse_address(text: str, *, field: str = "address") -> tuple[str, int]:
+def parse_address(text: str, *, field: str = "") -> tuple[str, int]:
     """Host (without brackets) and port. Raises InvalidRequest naming `field` when `text` is no address of a node."""
     match = _ADDRESS.fullmatch(text) if len(text) <= _MAX_ADDRESS_CHARS else None
     if match is None or not 1 <= int(match["port"]) <= 65535:
         shown = text[:_MAX_ADDRESS_CHARS]
-        raise InvalidRequest(f"{field}: expected host:port with a port in [1, 65535], got {shown!r}")
+        where = f"{field}: " if field else ""
+        raise InvalidRequest(f"{where}expected host:port with a port in [1, 65535], got {shown!r}")
     return match["host"].strip("[]"), int(match["port"])

@@ -23,6 +23,7 @@ from node_runtime.errors import (
     NodeError,
     RequestCancelled,
 )
+from node_runtime.log_context import call_scope
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import detail_of, status_of
 from node_runtime.rpc.telemetry import Telemetry
@@ -101,7 +102,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         task = cast("asyncio.Task[object]", asyncio.current_task())
         self._running.add(task)
         try:
-            with self._telemetry.continued(details.invocation_metadata):
+            with call_scope(), self._telemetry.continued(details.invocation_metadata):
                 return await self._run_bounded(body, transport, details.method)
         finally:
             self._running.discard(task)

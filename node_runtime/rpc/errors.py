@@ -5,6 +5,7 @@ A test fails when a subclass of NodeError has no row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -82,9 +83,14 @@ def error_from_code(number: int, message: str, address: str) -> NodeError:
     return RemoteError(grpc.StatusCode.UNKNOWN.name, message, address=address)
 
 
+# What the channel puts in front of the reason; every address of a node is one host, so it says nothing.
+_CONNECT_NOISE = re.compile(r"failed to connect to all addresses; last error: (?:[A-Z_]+: )?")
+
+
 def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
     """The error for a call to `address` that failed."""
-    return _error_for(error.code(), error.details() or "no details given", address)
+    message = _CONNECT_NOISE.sub("", error.details() or "no details given")
+    return _error_for(error.code(), message, address)
 
 
 def _error_for(code: grpc.StatusCode, message: str, address: str) -> NodeError:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from node_runtime.log_context import LineFormatter, bound_request_id, setup_logging
+from node_runtime.log_context import LineFormatter, bound_request_id, bound_trace_id, call_scope, setup_logging
 
 
 def line_of(message: str, *args: object, with_exception: bool = False) -> str:
@@ -44,6 +44,16 @@ def test_ids_end_with_their_block() -> None:
         with bound_request_id("inner"):
             assert "[inner -]" in line_of("x")
         assert "[outer -]" in line_of("x")
+    assert "[- -]" in line_of("x")
+
+
+def test_how_a_call_ended_is_logged_with_the_ids_it_had() -> None:
+    with call_scope():
+        with bound_request_id("r-7"), bound_trace_id("t-1"):
+            pass
+        assert "[r-7 t-1]" in line_of("ended")
+        with call_scope():
+            assert "[- -]" in line_of("another call")
     assert "[- -]" in line_of("x")
 
 
