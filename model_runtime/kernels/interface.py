@@ -10,11 +10,23 @@ import torch
 class Kernels(Protocol):
     """The operations a model leaves to its device. Every result row depends on its own request alone."""
 
-    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
-        """Writes `output`[rows, columns] = `input`[rows, depth] times the transpose of `weight`[columns, depth].
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` float32[columns, depth] in whatever layout these kernels read best; a copy.
 
-        All float32 with a contiguous last axis. Raises ValueError, before anything is written, when shapes contradict
-        each other.
+        Only `multiply` and `gather_rows` of these kernels understand it.
+        """
+
+    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[rows, columns] = `input`[rows, depth] times the transpose of a packed [columns, depth].
+
+        Input and output are float32 with a contiguous last axis. Raises ValueError, before anything is written, when
+        shapes contradict each other.
+        """
+
+    def gather_rows(self, weight: torch.Tensor, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[num_rows, depth] = the rows int64[num_rows] of a packed [columns, depth].
+
+        Raises ValueError, before anything is written, for a row outside the packed layout.
         """
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:

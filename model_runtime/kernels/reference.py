@@ -9,8 +9,16 @@ from torch.nn.functional import silu
 class ReferenceKernels:
     """`Kernels` that gather each row's keys and values."""
 
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
     def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         output.copy_(input.double() @ weight.double().T)
+
+    def gather_rows(self, weight: torch.Tensor, rows: torch.Tensor, output: torch.Tensor) -> None:
+        if not bool(((rows >= 0) & (rows < weight.shape[0])).all()):
+            raise ValueError("linear: row ids must name rows of the weight")
+        output.copy_(weight[rows])
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         mean_square = input.double().square().mean(-1, keepdim=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding
 
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
@@ -130,13 +129,10 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
         self._rotary = RotaryTable(config)
-        self._embedding = builder.tensor("model.embed_tokens.weight")  # [vocab, hidden]
+        self._embedding = builder.linear("model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
         self._norm = builder.norm("model.norm.weight")  # [hidden]
-        if config.tie_word_embeddings:
-            self._head = Linear(self._embedding, kernels)  # [vocab, hidden]
-        else:
-            self._head = builder.linear("lm_head.weight")  # [vocab, hidden]
+        self._head = self._embedding if config.tie_word_embeddings else builder.linear("lm_head.weight")
 
     @property
     def attention_layers(self) -> tuple[PagedAttention, ...]:
@@ -145,7 +141,7 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         angles = self._rotary.at(batch.positions)
-        hidden = embedding(batch.token_ids, self._embedding)  # [T, hidden]
+        hidden = self._embedding.rows(batch.token_ids)  # [T, hidden]
         for layer in self._layers:
             hidden = layer(hidden, angles, context)
         last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]

@@ -5,6 +5,9 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <new>
 #include <stdexcept>
 
 #include "elementwise.h"
@@ -26,6 +29,9 @@ using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using MutableMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Panels = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using PackedTensor = nb::ndarray<nb::pytorch, float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using RowIds = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RowInts = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require(bool holds, const char* message) {
@@ -44,6 +50,23 @@ void require_rows(bool holds, const char* message) {
 template <class Array>
 bool has_stride(const Array& array, std::size_t axis, std::int64_t stride) {
   return array.shape(axis) == 1 || array.stride(axis) == stride;
+}
+
+MatrixView view(const Matrix& matrix) {
+  return {matrix.data(), matrix.stride(0)};
+}
+MutableMatrixView view(const MutableMatrix& matrix) {
+  return {matrix.data(), matrix.stride(0)};
+}
+
+// Aligned to cache lines, as is then every row of a panel. Freed by std::free.
+float* allocate_panels(std::int64_t num_floats) {
+  constexpr std::size_t kAlignment = 64;
+  const std::size_t num_bytes = static_cast<std::size_t>(num_floats) * sizeof(float);
+  const std::size_t rounded = std::max((num_bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment);
+  void* memory = std::aligned_alloc(kAlignment, rounded);
+  if (memory == nullptr) throw std::bad_alloc();
+  return static_cast<float*>(memory);
 }
 
 int checked_num_threads(int num_threads) {
@@ -134,24 +157,46 @@ class CpuKernels {
     attention_.attend(call, pool_);
   }
 
-  void multiply(const Matrix& input, const Matrix& weight, const MutableMatrix& output) {
-    require_linear(input.shape(1) == weight.shape(1), "input and weight must have one depth");
-    require_linear(output.shape(0) == input.shape(0) && output.shape(1) == weight.shape(0),
-                   "output must have input's rows and weight's rows as columns");
-    require_linear(has_stride(input, 1, 1) && has_stride(weight, 1, 1) && has_stride(output, 1, 1),
-                   "the last axis must be contiguous");
-    LinearTile call;
-    call.input = input.data();
-    call.input_stride = input.stride(0);
-    call.weight = weight.data();
-    call.weight_stride = weight.stride(0);
-    call.output = output.data();
-    call.output_stride = output.stride(0);
-    call.num_rows = static_cast<int>(input.shape(0));
-    call.num_columns = static_cast<int>(weight.shape(0));
-    call.depth = static_cast<int>(input.shape(1));
+  PackedTensor pack(const Matrix& weight) {
+    require_linear(has_stride(weight, 1, 1), "the last axis must be contiguous");
+    PackedWeight packed;
+    packed.num_columns = static_cast<int>(weight.shape(0));
+    packed.depth = static_cast<int>(weight.shape(1));
+    packed.columns_per_panel = set_.linear.columns_per_panel;
+    float* panels = allocate_panels(packed.num_panels() * packed.panel_floats());
+    const nb::capsule owner(panels, [](void* memory) noexcept { std::free(memory); });
+    {
+      const nb::gil_scoped_release unlocked;
+      kernels::pack(pool_, view(weight), packed, panels);
+    }
+    return PackedTensor(panels,
+                        {static_cast<std::size_t>(packed.num_panels()), weight.shape(1),
+                         static_cast<std::size_t>(packed.columns_per_panel)},
+                        owner);
+  }
+
+  void gather_rows(const Panels& weight, const RowIds& rows, const MutableMatrix& output) {
+    const PackedWeight packed = describe_packed(weight, static_cast<int>(weight.shape(0) * weight.shape(2)));
+    require_linear(output.shape(0) == rows.shape(0) && output.shape(1) == weight.shape(1),
+                   "output must have one row of the weight's depth per row id");
+    require_linear(has_stride(output, 1, 1), "the last axis must be contiguous");
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+      require_linear(rows(i) >= 0 && rows(i) < packed.num_columns, "row ids must name rows of the weight");
+    }
     const nb::gil_scoped_release unlocked;
-    kernels::multiply(pool_, set_.multiply_tile, call);
+    kernels::gather_rows(packed, rows.data(), static_cast<int>(rows.shape(0)), view(output));
+  }
+
+  void multiply(const Matrix& input, const Panels& weight, const MutableMatrix& output) {
+    const PackedWeight packed = describe_packed(weight, static_cast<int>(output.shape(1)));
+    require_linear(input.shape(1) == weight.shape(1), "input and weight must have one depth");
+    require_linear(output.shape(0) == input.shape(0), "output must have input's rows");
+    require_linear(static_cast<std::size_t>(packed.num_panels()) == weight.shape(0),
+                   "output must have weight's rows as columns");
+    require_linear(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
+    const nb::gil_scoped_release unlocked;
+    kernels::multiply(pool_, set_.linear, view(input), static_cast<int>(input.shape(0)), packed,
+                      view(output));
   }
 
   void rms_norm(const Matrix& input, const Vector& weight, float eps, const MutableMatrix& output) {
@@ -184,6 +229,17 @@ class CpuKernels {
   }
 
  private:
+  PackedWeight describe_packed(const Panels& weight, int num_columns) const {
+    require_linear(weight.shape(2) == static_cast<std::size_t>(set_.linear.columns_per_panel),
+                   "weight must be packed by these kernels");
+    PackedWeight packed;
+    packed.panels = weight.data();
+    packed.num_columns = num_columns;
+    packed.depth = static_cast<int>(weight.shape(1));
+    packed.columns_per_panel = set_.linear.columns_per_panel;
+    return packed;
+  }
+
   InstructionSet set_;
   WorkerPool pool_;
   PagedAttention attention_;
@@ -212,10 +268,15 @@ NB_MODULE(_native, module) {
            "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a,
            "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
            "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows].")
+      .def("pack", &CpuKernels::pack, "weight"_a.noconvert(),
+           "weight float32[columns, depth] in the layout that multiply and gather_rows of this instruction "
+           "set read.")
+      .def("gather_rows", &CpuKernels::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
+           "output"_a.noconvert(),
+           "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")
       .def("multiply", &CpuKernels::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
-           "output float32[rows, columns] = input [rows, depth] times the transpose of weight [columns, "
-           "depth].")
+           "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
       .def("rms_norm", &CpuKernels::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "eps"_a,
            "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
       .def("silu_multiply", &CpuKernels::silu_multiply, "input"_a.noconvert(), "output"_a.noconvert(),

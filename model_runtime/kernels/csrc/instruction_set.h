@@ -14,7 +14,7 @@ namespace pdmesh::kernels {
 struct InstructionSet {
   const char* name;
   AttentionCore attend_tile;
-  LinearCore multiply_tile;
+  LinearCore linear;
   RmsNormCore rms_norm;
   SiluMultiplyCore silu_multiply;
   RotateCore rotate;

@@ -1,7 +1,7 @@
 // Compiled once per instruction set; PDMESH_LANES floats fill one vector register.
 //
-// Every output element is accumulated per lane over the depth and then summed over lanes by one tree,
-// whatever the number of rows and columns around it: a row's result does not depend on the batch it is
+// Every output element is a chain of additions over each kDepthPerStep of the depth, and the chains are added
+// in order, whatever the rows and columns around it: a row's result does not depend on the batch it is
 // computed in.
 #include "linear_core.h"
 
@@ -12,108 +12,105 @@
 namespace pdmesh::kernels::PDMESH_VARIANT {
 namespace {
 
-// The block of sums that the registers hold next to the operands.
-constexpr int kRowsPerBlock = kLanes == 16 ? 6 : 4;
-constexpr int kColumnsPerBlock = kLanes == 16 ? 4 : 2;
-constexpr int kRowsPerSum = kLanes / 4;
-constexpr int kFewRows = 48;
+// The block of sums that the registers hold next to one row of the panel and one input element.
+constexpr int kRowsPerBlock = kLanes == 16 ? 8 : 4;
+constexpr int kVectorsPerPanel = kLanes == 4 ? 2 : 3;
+constexpr int kColumnsPerPanel = kVectorsPerPanel * kLanes;
 
-Vec load_tail(const float* from, int count) {
-  Vec result = {};
-  for (int i = 0; i < count; ++i) result[i] = from[i];
-  return result;
-}
+// So much of a panel stays in the nearest cache while all rows meet it. Short chains also round less than one
+// long one.
+constexpr int kDepthPerStep = 128;
 
-template <int kRows, int kColumns>
-void multiply_block(const LinearTile& tile, int row, int column) {
-  const float* input = tile.input + row * tile.input_stride;
-  const float* weight = tile.weight + column * tile.weight_stride;
-  Vec sums[kRows][kColumns] = {};
-  int k = 0;
-  for (; k + kLanes <= tile.depth; k += kLanes) {
-    Vec w[kColumns];
-#pragma GCC unroll 4
-    for (int n = 0; n < kColumns; ++n) {
-      w[n] = load(weight + n * tile.weight_stride + k);
-      __builtin_prefetch(weight + (kColumns + n) * tile.weight_stride + k);
+constexpr int kFloatsPerCacheLine = 16;
+
+// How far ahead of its use a panel is fetched: memory answers in the time of a few hundred multiplications.
+constexpr int kPrefetchFloats = 2048;
+
+// Adds the depths [begin, end) to the block at `row`, which need not be set before the first.
+template <int kRows>
+void multiply_block(const PanelProduct& product, int row, int begin, int end) {
+  const float* input = product.input + row * product.input_stride;
+  float* output = product.output + row * product.output_stride;
+  Vec sums[kRows][kVectorsPerPanel] = {};
+  const float* panel = product.panel + static_cast<std::int64_t>(begin) * kColumnsPerPanel;
+  for (int k = begin; k < end; ++k, panel += kColumnsPerPanel) {
+    Vec weights[kVectorsPerPanel];
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectorsPerPanel; ++v) {
+      weights[v] = load(panel + v * kLanes);
+      __builtin_prefetch(panel + kPrefetchFloats + v * kLanes);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
-      const Vec x = load(input + m * tile.input_stride + k);
-#pragma GCC unroll 4
-      for (int n = 0; n < kColumns; ++n) sums[m][n] += x * w[n];
+      const float x = input[m * product.input_stride + k];
+#pragma GCC unroll 3
+      for (int v = 0; v < kVectorsPerPanel; ++v) sums[m][v] += x * weights[v];
     }
   }
-  if (const int count = tile.depth - k; count > 0) {
-    for (int m = 0; m < kRows; ++m) {
-      const Vec x = load_tail(input + m * tile.input_stride + k, count);
-      for (int n = 0; n < kColumns; ++n)
-        sums[m][n] += x * load_tail(weight + n * tile.weight_stride + k, count);
-    }
-  }
-  // One tree per element; elements that share a call of sum_lanes do not touch one another.
-#pragma GCC unroll 6
-  for (int first = 0; first < kRows; first += kRowsPerSum) {
-    Vec parts[kLanes] = {};
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (first + i / 4 < kRows && i % 4 < kColumns) parts[i] = sums[first + i / 4][i % 4];
-    }
-    const Vec totals = sum_lanes(parts);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      const int m = first + i / 4;
-      if (m < kRows && i % 4 < kColumns) {
-        tile.output[(row + m) * tile.output_stride + column + i % 4] = totals[i];
-      }
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectorsPerPanel; ++v) {
+      float* to = output + m * product.output_stride + v * kLanes;
+      store(to, begin > 0 ? load(to) + sums[m][v] : sums[m][v]);
     }
   }
 }
 
-template <int kColumns>
-void multiply_last_rows(const LinearTile& tile, int row, int column) {
-  switch (tile.num_rows - row) {
-    case 1:
-      return multiply_block<1, kColumns>(tile, row, column);
-    case 2:
-      return multiply_block<2, kColumns>(tile, row, column);
-    case 3:
-      return multiply_block<3, kColumns>(tile, row, column);
-    case 4:
-      return multiply_block<4, kColumns>(tile, row, column);
-    case 5:
-      return multiply_block<5, kColumns>(tile, row, column);
-    default:
-      return;
+template <int kRows>
+void multiply_last_rows(const PanelProduct& product, int row, int begin, int end) {
+  if (product.num_rows - row == kRows) {
+    multiply_block<kRows>(product, row, begin, end);
+  } else if constexpr (kRows > 1) {
+    multiply_last_rows<kRows - 1>(product, row, begin, end);
   }
 }
 
-template <int kColumns>
-void multiply_columns(const LinearTile& tile, int row_begin, int row_end, int column) {
-  int row = row_begin;
-  for (; row + kRowsPerBlock <= row_end; row += kRowsPerBlock) {
-    multiply_block<kRowsPerBlock, kColumns>(tile, row, column);
+// Rows lie far apart and are read a short run at a time, which the hardware does not foresee.
+void prefetch_rows(const PanelProduct& product, int row, int begin, int end) {
+  for (const int last = std::min(row + kRowsPerBlock, product.num_rows); row < last; ++row) {
+    const float* input = product.input + row * product.input_stride;
+    for (int k = begin; k < end; k += kFloatsPerCacheLine) __builtin_prefetch(input + k);
   }
-  if (row < row_end) multiply_last_rows<kColumns>(tile, row, column);
 }
 
-// Few rows: each weight is read from memory once and meets all rows while it is in the nearest cache. Many
-// rows: a group of rows stays there instead, and the tile's weights come from the second level.
-void multiply_group(const LinearTile& tile, int row_begin, int row_end) {
-  int column = 0;
-  for (; column + kColumnsPerBlock <= tile.num_columns; column += kColumnsPerBlock) {
-    multiply_columns<kColumnsPerBlock>(tile, row_begin, row_end, column);
+void multiply_whole_panel(const PanelProduct& product) {
+  for (int begin = 0; begin < product.depth; begin += kDepthPerStep) {
+    const int end = std::min(begin + kDepthPerStep, product.depth);
+    int row = 0;
+    for (; row + kRowsPerBlock <= product.num_rows; row += kRowsPerBlock) {
+      prefetch_rows(product, row + kRowsPerBlock, begin, end);
+      multiply_block<kRowsPerBlock>(product, row, begin, end);
+    }
+    multiply_last_rows<kRowsPerBlock - 1>(product, row, begin, end);
   }
-  for (; column < tile.num_columns; ++column) multiply_columns<1>(tile, row_begin, row_end, column);
+}
+
+// Padding has no place in the output: the panel is computed whole beside it.
+void multiply_partial_panel(const PanelProduct& product) {
+  float columns[kRowsPerPiece * kColumnsPerPanel];
+  PanelProduct whole = product;
+  whole.output = columns;
+  whole.output_stride = kColumnsPerPanel;
+  multiply_whole_panel(whole);
+  for (int row = 0; row < product.num_rows; ++row) {
+    std::copy_n(columns + row * kColumnsPerPanel, product.num_columns,
+                product.output + row * product.output_stride);
+  }
+}
+
+void multiply_panel(const PanelProduct& product) {
+  if (product.num_columns == kColumnsPerPanel) {
+    multiply_whole_panel(product);
+  } else {
+    multiply_partial_panel(product);
+  }
 }
 
 }  // namespace
 
-void multiply_tile(const LinearTile& tile) {
-  const int rows_per_group = tile.num_rows <= kFewRows ? kFewRows : kRowsPerBlock;
-  for (int row = 0; row < tile.num_rows; row += rows_per_group) {
-    multiply_group(tile, row, std::min(row + rows_per_group, tile.num_rows));
-  }
+LinearCore linear_core() {
+  return {kColumnsPerPanel, &multiply_panel};
 }
 
 }  // namespace pdmesh::kernels::PDMESH_VARIANT

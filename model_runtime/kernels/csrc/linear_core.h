@@ -1,38 +1,40 @@
-// The inner part of a linear layer: some output columns for all rows of the input.
+// The inner part of a linear layer: one panel of packed weights against some rows of the input.
 //
-// Plain data and one function pointer, compiled once per instruction set. Must not know threads or Python.
+// Plain data and function pointers, compiled once per instruction set. Must not know threads or Python.
 #pragma once
 
 #include <cstdint>
 
 namespace pdmesh::kernels {
 
-// Columns are handed out in pieces of this many: small enough to share evenly, large enough to stream.
-inline constexpr int kColumnsPerPiece = 32;
+// Most rows that meet a panel at once: enough to pay for reading it, few enough to share out evenly.
+inline constexpr int kRowsPerPiece = 128;
 
-// output[m, n] = sum over k of input[m, k] * weight[n, k]. Strides in floats; the last axis is contiguous.
-struct LinearTile {
+// output[m, n] = sum over k of input[m, k] * panel[k, n]. Strides in floats; the last axis is contiguous.
+struct PanelProduct {
   const float* input = nullptr;  // [num_rows, depth]
   std::int64_t input_stride = 0;
-  const float* weight = nullptr;  // [num_columns, depth]
-  std::int64_t weight_stride = 0;
-  float* output = nullptr;  // [num_rows, num_columns]
+  const float* panel = nullptr;  // [depth, columns_per_panel]
+  float* output = nullptr;       // [num_rows, num_columns]
   std::int64_t output_stride = 0;
-  int num_rows = 0;
-  int num_columns = 0;
+  int num_rows = 0;     // at most kRowsPerPiece
+  int num_columns = 0;  // in [1, columns_per_panel]; the panel's other columns are padding
   int depth = 0;
 };
 
-using LinearCore = void (*)(const LinearTile& tile);
+struct LinearCore {
+  int columns_per_panel;
+  void (*multiply_panel)(const PanelProduct& product);
+};
 
 namespace baseline {
-void multiply_tile(const LinearTile& tile);
+LinearCore linear_core();
 }
 namespace avx2 {
-void multiply_tile(const LinearTile& tile);
+LinearCore linear_core();
 }
 namespace avx512 {
-void multiply_tile(const LinearTile& tile);
+LinearCore linear_core();
 }
 
 }  // namespace pdmesh::kernels

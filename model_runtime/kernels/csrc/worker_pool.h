@@ -1,16 +1,19 @@
-// A small pool of sleeping threads for data-parallel kernels.
+// A small pool of threads for data-parallel kernels.
 //
-// Must not know what it runs. Idle workers wait on a condition variable: a model that is not computing costs
-// no CPU, and processes that share a machine do not spin against one another.
+// Must not know what it runs. A worker that has finished waits a moment for the next task awake, because the
+// operations of one forward follow each other faster than a sleeping thread wakes; then it sleeps: a model
+// that is not computing costs no CPU.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "spin_event.h"
 
 namespace pdmesh::kernels {
 
@@ -33,13 +36,13 @@ class WorkerPool {
   void run_one(const std::function<void(int)>& task, int thread_index);
 
   std::mutex turn_;  // held by the caller for the whole of run_on_all
-  std::mutex mutex_;
-  std::condition_variable task_posted_;
-  std::condition_variable all_done_;
+  SpinEvent posted_;
+  SpinEvent finished_;
+  std::atomic<std::uint64_t> generation_{0};  // counts tasks; task_ is written before it moves on
+  std::atomic<int> num_unfinished_{0};
+  std::atomic<bool> stopping_{false};
   const std::function<void(int)>* task_ = nullptr;
-  std::uint64_t generation_ = 0;
-  int num_unfinished_ = 0;
-  bool stopping_ = false;
+  std::mutex error_mutex_;
   std::exception_ptr first_error_;
   std::vector<std::thread> workers_;
 };

@@ -8,7 +8,7 @@ import torch
 from model_runtime.kernels import _native
 from model_runtime.kernels.reference import ReferenceKernels
 
-SHAPES = [(1, 1, 1), (1, 64, 48), (5, 33, 17), (6, 32, 64), (7, 3, 5), (16, 130, 576), (49, 40, 33), (100, 7, 200)]
+SHAPES = [(1, 1, 1), (1, 64, 48), (5, 33, 17), (6, 32, 64), (16, 130, 576), (49, 40, 33), (131, 7, 200), (300, 97, 300)]
 
 
 @pytest.fixture(params=_native.instruction_sets())
@@ -18,7 +18,7 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
 
 def multiply(kernels: _native.CpuKernels | ReferenceKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     output = torch.full((x.shape[0], weight.shape[0]), float("nan"))
-    kernels.multiply(x, weight, output)
+    kernels.multiply(x, kernels.pack(weight), output)
     return output
 
 
@@ -35,10 +35,10 @@ def test_products_match_the_reference(instruction_set: str, shape: tuple[int, in
 
 
 def test_a_row_gets_the_same_bits_alone_in_a_batch_and_with_more_threads(instruction_set: str) -> None:
-    x, weight = operands(61, 300, 250)
+    x, weight = operands(261, 300, 250)
     together = multiply(_native.CpuKernels(1, instruction_set), x, weight)
     assert torch.equal(multiply(_native.CpuKernels(3, instruction_set), x, weight), together)
-    for num_rows in (1, 2, 3, 5, 11, 17):
+    for num_rows in (1, 2, 3, 5, 11, 17, 133):
         part = multiply(_native.CpuKernels(1, instruction_set), x[:num_rows], weight)
         assert torch.equal(part, together[:num_rows]), num_rows
 
@@ -48,10 +48,29 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place(instruction_set: s
     wide_input, wide_output = torch.randn(9, 50), torch.zeros(9, 40)
     wide_input[:, 3:35] = x
     kernels = _native.CpuKernels(1, instruction_set)
-    kernels.multiply(wide_input[:, 3:35], weight, wide_output[:, 10:30])
+    kernels.multiply(wide_input[:, 3:35], kernels.pack(weight), wide_output[:, 10:30])
     assert torch.equal(wide_output[:, 10:30], multiply(kernels, x, weight))
     assert not bool(wide_output[:, :10].any())
     assert not bool(wide_output[:, 30:].any())
+
+
+def test_gathered_rows_are_those_that_were_packed(instruction_set: str) -> None:
+    _, weight = operands(1, 100, 33)
+    kernels = _native.CpuKernels(2, instruction_set)
+    rows = torch.tensor([99, 0, 47, 48, 0])
+    output = torch.full((5, 33), float("nan"))
+    kernels.gather_rows(kernels.pack(weight), rows, output)
+    assert torch.equal(output, weight[rows])
+
+
+def test_a_packed_weight_outlives_the_kernels_and_the_plain_weight(instruction_set: str) -> None:
+    x, weight = operands(3, 70, 20)
+    expected = multiply(_native.CpuKernels(1, instruction_set), x, weight)
+    packed = _native.CpuKernels(1, instruction_set).pack(weight)
+    weight.fill_(float("nan"))
+    output = torch.empty(3, 70)
+    _native.CpuKernels(1, instruction_set).multiply(x, packed, output)
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +78,30 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place(instruction_set: s
     [
         (torch.zeros(2, 8), torch.zeros(4, 9), torch.zeros(2, 4), "one depth"),
         (torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(3, 4), "input's rows"),
-        (torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, 5), "weight's rows as columns"),
+        (torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, 500), "weight's rows as columns"),
         (torch.zeros(8, 2).T, torch.zeros(4, 8), torch.zeros(2, 4), "last axis must be contiguous"),
     ],
 )
 def test_contradictory_operands_are_refused(
     x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, message: str
 ) -> None:
+    kernels = _native.CpuKernels(1)
     with pytest.raises(ValueError, match=message):
-        _native.CpuKernels(1).multiply(x, weight, output)
+        kernels.multiply(x, kernels.pack(weight), output)
+
+
+def test_a_weight_packed_for_other_kernels_is_refused() -> None:
+    with pytest.raises(ValueError, match="packed by these kernels"):
+        _native.CpuKernels(1).multiply(torch.zeros(2, 8), torch.zeros(1, 8, 5), torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("row", [-1, 4096])
+def test_rows_outside_the_packed_weight_are_refused(row: int) -> None:
+    for kernels in (_native.CpuKernels(1), ReferenceKernels()):
+        with pytest.raises(ValueError, match="row ids"):
+            kernels.gather_rows(kernels.pack(torch.zeros(4, 8)), torch.tensor([row]), torch.zeros(1, 8))
 
 
 def test_no_rows_are_no_work(instruction_set: str) -> None:
-    _native.CpuKernels(2, instruction_set).multiply(torch.zeros(0, 8), torch.zeros(400, 8), torch.zeros(0, 400))
+    kernels = _native.CpuKernels(2, instruction_set)
+    kernels.multiply(torch.zeros(0, 8), kernels.pack(torch.zeros(400, 8)), torch.zeros(0, 400))
