@@ -1,0 +1,35 @@
+"""A slow, obvious model of the native scheduler, to compare it with.
+
+It says what the core decides, not how: every question is answered by walking a list, nothing is remembered that could
+be asked again, and an admission that failed is simply tried again. So what makes the core fast (indexes, counters,
+orders that are kept up to date, remembered failures) has to prove itself. The rules are those of
+docs/design/scheduler.md, each in words where it is applied. Knows nothing of the native module.
+
+Group kinds that are yet to come are further policies beside `FullHistory` in `group_policies.py`.
+"""
+
+from reference_model.books import Books
+from reference_model.group_policies import FullHistory, GroupPolicy
+from reference_model.requests import Phase, Request
+from reference_model.scheduler import ReferenceScheduler, RefusedSubmission
+from reference_model.transitions import BrokenContract
+from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
+
+__all__ = [
+    "Books",
+    "BrokenContract",
+    "Event",
+    "EventKind",
+    "FullHistory",
+    "Gauges",
+    "GroupPolicy",
+    "GroupShape",
+    "Phase",
+    "Plan",
+    "ReferenceScheduler",
+    "RefusedSubmission",
+    "Request",
+    "Role",
+    "SchedulerShape",
+    "Submission",
+]

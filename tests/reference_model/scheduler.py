@@ -1,0 +1,213 @@
+"""The model's face: submit, plan, advance, as the native scheduler has them, and views of everything it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reference_model.books import Books
+from reference_model.coordinator import INDEX
+from reference_model.group_policies import FullHistory, GroupPolicy
+from reference_model.pool import Block
+from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, Phase, Request
+from reference_model.rounds import Round
+from reference_model.transitions import View, early_end, judge
+from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
+
+
+class RefusedSubmission(Exception):
+    """None of a batch is accepted. `words` must be in the message about it."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+        super().__init__(" ".join(words))
+
+
+class ReferenceScheduler:
+    def __init__(self, shape: SchedulerShape) -> None:
+        self.shape = shape
+        self.books = self.make_books([self.make_policy(group) for group in shape.groups])
+        self.was_local_prefill = False  # decode role: the last round was one
+
+    def make_policy(self, group: GroupShape) -> GroupPolicy:
+        return FullHistory(group.block_granularity)
+
+    def make_books(self, policies: Sequence[GroupPolicy]) -> Books:
+        return Books(self.shape, policies)
+
+    # Submissions.
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        used = [request.request_id for request in self.books.requests]
+        for submission in submissions:
+            self.check(submission, used)
+            used.append(submission.request_id)
+        self.books.requests += [Request.of(submission, self.shape.role) for submission in submissions]
+
+    def check(self, submission: Submission, used: list[str]) -> None:
+        """A request that could not run in an empty pool is refused; its id must be nobody's."""
+        request_id = submission.request_id
+        if request_id in used:
+            raise RefusedSubmission(request_id, "request_id")
+        if not submission.tokens:
+            raise RefusedSubmission(request_id, "tokens must not be empty")
+        if min(submission.tokens) < 0:
+            raise RefusedSubmission(request_id, "tokens[")
+        if submission.max_new_tokens < 0:
+            raise RefusedSubmission(request_id, "max_new_tokens must not be negative")
+        limit = self.books.max_request_tokens()
+        if self.books.tokens_to_reserve(submission) > limit:
+            raise RefusedSubmission(request_id, f"the limit is {limit}")
+
+    # Events.
+
+    def advance(self, events: Sequence[Event]) -> None:
+        """Judges all events on views of the requests before the first is applied, so a bad one leaves no trace. Those
+        of unknown requests change nothing."""
+        views = {request.request_id: View.of(request) for request in self.books.requests}
+        to_apply: list[Event] = []
+        for event in events:
+            if event.request_id in views:
+                after = judge(self.shape.role, views[event.request_id], event)
+                if after is not None:
+                    views[event.request_id] = after
+                    to_apply.append(event)
+        for event in to_apply:
+            self.apply(self.request(event.request_id), event)
+
+    def request(self, request_id: str) -> Request:
+        return next(request for request in self.books.requests if request.request_id == request_id)
+
+    def apply(self, request: Request, event: Event) -> None:
+        match event.kind:
+            case EventKind.RESULT | EventKind.DONE:
+                self.land(request, event.tokens)
+            case EventKind.READY:
+                request.phase = Phase.WAITING
+            case EventKind.GRANTED:
+                request.is_granted = True
+            case EventKind.FINISH:
+                self.books.publish_pending(request)
+                self.end(request)
+            case EventKind.HANDED_OVER | EventKind.QUIESCED:
+                self.end(request)
+            case EventKind.ABORT | EventKind.FAILED:
+                self.end_early(request)
+
+    def land(self, request: Request, tokens: tuple[int, ...]) -> None:
+        """In decoding, all tokens but the last are computed: it is the next row's input."""
+        request.tokens += tokens
+        request.owes_result = False
+        if request.phase in (Phase.AWAITING_RESULT, Phase.REMOTE_PREFILLING):
+            request.phase = Phase.PREFILL_DONE
+        if request.phase is Phase.DECODING:
+            request.num_computed_tokens = len(request.tokens) - 1
+
+    def end_early(self, request: Request) -> None:
+        """Publishes nothing. What a peer may still touch stays taken; the slot returns at once."""
+        phase = early_end(self.shape.role, request.phase)
+        if phase is Phase.FINISHED:
+            self.end(request)
+            return
+        if phase is Phase.QUARANTINED:
+            self.books.release_hits(request)
+        request.phase, request.slot, request.owes_result = phase, 0, False
+
+    def end(self, request: Request) -> None:
+        """The id stays in use until the next plan has named it."""
+        self.books.release_all(request)
+        request.phase, request.owes_result = Phase.FINISHED, False
+
+    # Plans.
+
+    def next_plan(self) -> Plan:
+        current = Round(self.books)
+        current.plan.finished = [request.request_id for request in self.books.in_phase(Phase.FINISHED)]
+        self.books.requests = [request for request in self.books.requests if request.phase is not Phase.FINISHED]
+        match self.shape.role:
+            case Role.PREFILL:
+                current.plan_prefill_role()
+            case Role.DECODE:
+                self.was_local_prefill = current.plan_decode_role(was_local_prefill=self.was_local_prefill)
+            case Role.FUSED:
+                current.plan_fused_role()
+        return current.build()
+
+    # The cache.
+
+    def can_clear(self) -> bool:
+        """Not while a request lives."""
+        return all(request.phase is Phase.FINISHED for request in self.books.requests)
+
+    def clear_cache(self) -> bool:
+        if not self.can_clear():
+            return False
+        self.books.coordinator.clear()
+        return True
+
+    # Views.
+
+    def max_request_tokens(self) -> int:
+        return self.books.max_request_tokens()
+
+    def block_tables(self, request_id: str) -> list[list[int]]:
+        tables = [table.block_ids() for table in self.request(request_id).tables]
+        return tables or [[] for _ in self.shape.groups]
+
+    def gauges(self) -> Gauges:
+        quarantined = self.quarantined_blocks()
+        places = [self.place_of(lcm_block, quarantined) for lcm_block in range(1, self.shape.num_lcm_blocks + 1)]
+        live = [request for request in self.books.requests if request.phase is not Phase.FINISHED]
+        return Gauges(
+            total_lcm_blocks=self.shape.num_lcm_blocks,
+            empty_lcm_blocks=places.count("empty"),
+            active_lcm_blocks=places.count("active"),
+            cached_lcm_blocks=places.count("cached"),
+            quarantined_lcm_blocks=places.count("quarantined"),
+            num_waiting=sum(request.phase in HOLDS_NOTHING for request in live),
+            num_running=sum(request.phase not in HOLDS_NOTHING + HAS_ENDED for request in live),
+            num_live_requests=len(live),
+        )
+
+    def quarantined_blocks(self) -> list[Block]:
+        tables = [table for request in self.books.in_phase(Phase.QUARANTINED) for table in request.tables]
+        return [block for table in tables for block in table.slots if block is not None]
+
+    def place_of(self, lcm_block: int, quarantined: list[Block]) -> str:
+        """A parent with a quarantined child counts as quarantined; cached is one that the index alone holds."""
+        children = self.books.coordinator.pool.children_of(lcm_block)
+        if not children:
+            return "empty"
+        if any(child in quarantined for child in children):
+            return "quarantined"
+        return "cached" if all(child.owners == [INDEX] for child in children) else "active"
+
+    def describe(self) -> str:
+        """The dump, line for line as the native one."""
+        gauges = self.gauges()
+        lines = [
+            f"role {self.shape.role.value} prefix_granularity {self.shape.prefix_granularity}",
+            f"lcm_blocks total={gauges.total_lcm_blocks} empty={gauges.empty_lcm_blocks}"
+            f" active={gauges.active_lcm_blocks} cached={gauges.cached_lcm_blocks}"
+            f" quarantined={gauges.quarantined_lcm_blocks}",
+        ]
+        for group in self.books.coordinator.groups:
+            lines.append(
+                f"group {group.shape.group_id}"
+                f" free_slots={self.books.coordinator.pool.num_free_slots(group.position)}"
+                f" entries={len(group.entries)} evictable={len(group.evictable())}"
+            )
+        for request in self.books.requests:
+            lines += self.lines_of(request)
+        return "\n".join(lines) + "\n"
+
+    def lines_of(self, request: Request) -> list[str]:
+        num_generated = len(request.tokens) - request.num_prompt_tokens
+        head = f"request {request.request_id} {request.phase.value} tokens={request.num_prompt_tokens}+{num_generated}"
+        if request.is_resident:
+            head += f" slot={request.slot} hit={request.num_hit_tokens} computed={request.num_computed_tokens}"
+            head += f" published_grains={request.num_published_grains}"
+        lines = [head + (" owes_result" if request.owes_result else "")]
+        for group, table in zip(self.shape.groups, request.tables, strict=False):
+            ids = "".join(f" {block_id or '-'}" for block_id in table.block_ids())
+            lines.append(f"  {group.group_id}:{ids} | room {table.tail_room}")
+        return lines

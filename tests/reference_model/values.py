@@ -1,0 +1,125 @@
+"""What the model is told and what it tells: plain values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FUSED = "fused"
+
+
+class EventKind(Enum):
+    RESULT = "result"
+    FINISH = "finish"
+    ABORT = "abort"
+    READY = "ready"
+    GRANTED = "granted"
+    DONE = "done"
+    HANDED_OVER = "handed_over"
+    FAILED = "failed"
+    QUIESCED = "quiesced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """One full-history group. `block_granularity`: tokens per table slot."""
+
+    group_id: str
+    block_granularity: int
+    cache_blocks_per_lcm_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerShape:
+    """The configuration, in the words of the native one."""
+
+    role: Role
+    prefix_granularity: int
+    num_lcm_blocks: int
+    max_batch_size: int
+    token_budget: int
+    groups: tuple[GroupShape, ...]
+    enable_prefix_cache: bool = True
+    max_ready_ungranted: int = 64
+    verify_width: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    request_id: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    extra_keys: tuple[bytes, ...] = ()
+    local_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`tokens`: those of a result, or the one of done."""
+
+    kind: EventKind
+    request_id: str
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    request_id: str
+    from_token: int
+    first_slots: list[int]
+    block_ids: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    request_id: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    request_id: str
+    device_hit_tokens: int
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """The fields of a native plan, arrays as lists. `block_tables`: per group a list of rows of one length."""
+
+    num_rows: int = 0
+    num_prefill_rows: int = 0
+    request_ids: list[str] = field(default_factory=list)
+    request_slots: list[int] = field(default_factory=list)
+    input_lengths: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    prefill_lengths: list[int] = field(default_factory=list)
+    logits_wanted: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    block_tables: list[list[list[int]]] = field(default_factory=list)
+    zero_blocks: list[list[int]] = field(default_factory=list)
+    remote_prefills: list[RemotePrefill] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    retracted: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    is_empty: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """Each parent is in exactly one of the four counts behind the total."""
+
+    total_lcm_blocks: int
+    empty_lcm_blocks: int
+    active_lcm_blocks: int
+    cached_lcm_blocks: int
+    quarantined_lcm_blocks: int
+    num_waiting: int
+    num_running: int
+    num_live_requests: int

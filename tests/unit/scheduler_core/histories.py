@@ -1,0 +1,342 @@
+"""Random histories for a scheduler: a shape, and moves that Hypothesis can shrink.
+
+A move names no request. It picks one of those that it can concern when it is played, so that a later move keeps its
+meaning when an earlier one is left out. A move that concerns nobody does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeAlias, TypeVar
+
+from hypothesis import strategies as st
+from reference_model import Event, EventKind, GroupShape, Phase, Request, Role, SchedulerShape, Submission
+
+from .side_by_side import SideBySide
+
+GHOST = "ghost"
+RESIDENT = (
+    Phase.PREFILLING,
+    Phase.AWAITING_RESULT,
+    Phase.REMOTE_PREFILLING,
+    Phase.PREFILL_DONE,
+    Phase.DECODING,
+    Phase.HANDING_OVER,
+)
+LIVE = (Phase.AWAITING_READY, Phase.WAITING, *RESIDENT)
+# Where an event of each kind is to be expected. Elsewhere it is late, repeated or a broken contract.
+EXPECTED: dict[EventKind, tuple[Phase, ...]] = {
+    EventKind.RESULT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.DECODING),
+    EventKind.FINISH: (Phase.PREFILL_DONE, Phase.DECODING),
+    EventKind.ABORT: LIVE,
+    EventKind.READY: (Phase.AWAITING_READY,),
+    EventKind.GRANTED: (Phase.WAITING, *RESIDENT),
+    EventKind.DONE: (Phase.REMOTE_PREFILLING,),
+    EventKind.HANDED_OVER: (Phase.HANDING_OVER, Phase.TRANSFER_HELD),
+    EventKind.FAILED: LIVE,
+    EventKind.QUIESCED: (Phase.TRANSFER_HELD, Phase.QUARANTINED),
+}
+COMMON_KINDS = (EventKind.RESULT, EventKind.FINISH, EventKind.ABORT)
+KINDS: dict[Role, tuple[EventKind, ...]] = {
+    Role.FUSED: COMMON_KINDS,
+    Role.PREFILL: (
+        EventKind.RESULT,
+        EventKind.ABORT,
+        EventKind.GRANTED,
+        EventKind.HANDED_OVER,
+        EventKind.HANDED_OVER,
+        EventKind.FAILED,
+        EventKind.QUIESCED,
+    ),
+    Role.DECODE: (
+        *COMMON_KINDS,
+        EventKind.READY,
+        EventKind.READY,
+        EventKind.DONE,
+        EventKind.DONE,
+        EventKind.FAILED,
+        EventKind.QUIESCED,
+    ),
+}
+
+
+# What a quick runtime with quick peers answers at once, by phase, and how it ends what is complete.
+ANSWERS: dict[Phase, EventKind] = {
+    Phase.AWAITING_READY: EventKind.READY,
+    Phase.PREFILLING: EventKind.RESULT,
+    Phase.AWAITING_RESULT: EventKind.RESULT,
+    Phase.DECODING: EventKind.RESULT,
+    Phase.REMOTE_PREFILLING: EventKind.DONE,
+    Phase.TRANSFER_HELD: EventKind.QUIESCED,
+    Phase.QUARANTINED: EventKind.QUIESCED,
+}
+GENERATED: dict[Phase, EventKind] = {Phase.PREFILL_DONE: EventKind.FINISH, Phase.DECODING: EventKind.FINISH}
+ENDS: dict[Role, dict[Phase, EventKind]] = {
+    Role.FUSED: GENERATED,
+    Role.DECODE: GENERATED,
+    Role.PREFILL: {Phase.HANDING_OVER: EventKind.HANDED_OVER},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Prompts share tokens up to `fork_token` and, with equal stems, behind it. `flaw` makes it unacceptable."""
+
+    num_tokens: int
+    max_new_tokens: int
+    stem: int
+    fork_token: int
+    extra_keys: tuple[bytes, ...]
+    local_prefill: bool
+    flaw: str
+
+    def tokens(self) -> tuple[int, ...]:
+        """Plain tokens are equal to their position, as most generated ones are: a later prompt can hit those too."""
+        return tuple(at if at < self.fork_token else 100 * self.stem + at for at in range(self.num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    prompts: tuple[Prompt, ...]
+
+    def play(self, history: History) -> None:
+        submissions: list[Submission] = []
+        for prompt in self.prompts:
+            used = [each.request_id for each in (*history.requests(), *submissions)]
+            submissions.append(history.submission_of(prompt, used))
+        history.sides.submit(submissions)
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    def play(self, history: History) -> None:
+        history.sides.plan()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan, and at once what it calls for. `ends` requests that are complete."""
+
+    ends: bool
+
+    def play(self, history: History) -> None:
+        history.sides.plan()
+        role = history.sides.shape.role
+        if role is Role.PREFILL:
+            history.advance([history.event(EventKind.GRANTED, request) for request in history.requests()])
+        history.advance(
+            [
+                history.event(ANSWERS[request.phase], request)
+                for request in history.requests()
+                if request.phase in ANSWERS and (request.owes_result or ANSWERS[request.phase] is not EventKind.RESULT)
+            ]
+        )
+        if self.ends:
+            complete = [each for each in history.requests() if each.phase in ENDS[role] and not each.can_decode]
+            history.advance([history.event(ENDS[role][request.phase], request) for request in complete])
+
+
+@dataclass(frozen=True, slots=True)
+class Happen:
+    """Events in one batch. One that is expected picks among the requests it is expected for, another among all."""
+
+    picks: tuple[Pick, ...]
+
+    def play(self, history: History) -> None:
+        events = [pick.event(history) for pick in self.picks]
+        history.advance([event for event in events if event is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    kind: EventKind
+    pick: int
+    is_expected: bool = True
+    token_shift: int = 0
+
+    def event(self, history: History) -> Event | None:
+        if not self.is_expected:
+            ids = [*(request.request_id for request in history.requests()), GHOST]
+            payloads = ((7,), (-1,), (), (7, 8)) if self.kind is EventKind.RESULT else ((7,), (-1,))
+            return Event(self.kind, ids[self.pick % len(ids)], payloads[self.token_shift % len(payloads)])
+        candidates = [request for request in history.requests() if request.phase in EXPECTED[self.kind]]
+        if self.kind is EventKind.RESULT:
+            candidates = [request for request in candidates if request.owes_result]
+        if not candidates:
+            return None
+        return history.event(self.kind, candidates[self.pick % len(candidates)], self.token_shift)
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCache:
+    def play(self, history: History) -> None:
+        history.sides.clear_cache()
+
+
+Move: TypeAlias = Submit | MakePlan | Step | Happen | ClearCache
+Drawn: TypeAlias = tuple[SchedulerShape, list[Move]]
+
+
+@dataclass(slots=True)
+class History:
+    sides: SideBySide
+
+    def play(self, moves: list[Move]) -> None:
+        for move in moves:
+            move.play(self)
+
+    def come_to_rest(self) -> None:
+        """Ends everything. Then each parent is empty or cached, and after a clear all are empty."""
+        self.sides.advance([self.event(EventKind.ABORT, request) for request in self.requests()])
+        if self.sides.shape.role is not Role.FUSED:
+            self.sides.advance([self.event(EventKind.QUIESCED, request) for request in self.requests()])
+        self.sides.plan()
+        assert self.sides.clear_cache()
+        assert self.sides.model.gauges().empty_lcm_blocks == self.sides.shape.num_lcm_blocks
+
+    def advance(self, events: list[Event]) -> None:
+        if events:
+            self.sides.advance(events)
+
+    def requests(self) -> list[Request]:
+        return self.sides.model.books.requests
+
+    def event(self, kind: EventKind, request: Request, token_shift: int = 0) -> Event:
+        """With what such an event has to say; a generated token is its own position unless shifted."""
+        has_token = kind is EventKind.DONE or (kind is EventKind.RESULT and request.phase is not Phase.PREFILLING)
+        return Event(kind, request.request_id, (len(request.tokens) + token_shift,) if has_token else ())
+
+    def submission_of(self, prompt: Prompt, used: list[str]) -> Submission:
+        """Cut to what the pool holds, unless it is to be refused for its length. Ids are taken again when free."""
+        tokens = prompt.tokens()
+        reserve_tokens = 1 if self.sides.shape.role is Role.PREFILL else max(prompt.max_new_tokens, 1)
+        limit_tokens = max(1, self.sides.model.max_request_tokens() - reserve_tokens)
+        match prompt.flaw:
+            case "empty":
+                tokens = ()
+            case "negative":
+                tokens = (*tokens[1:], -1)
+            case "too long":
+                tokens = (7,) * (limit_tokens + 1)
+            case _:
+                tokens = tokens[:limit_tokens]
+        free_id = next(name for name in map("r{}".format, count()) if name not in used)
+        return Submission(
+            request_id=used[0] if prompt.flaw == "used id" and used else free_id,
+            tokens=tokens,
+            max_new_tokens=-1 if prompt.flaw == "max_new_tokens" else prompt.max_new_tokens,
+            extra_keys=prompt.extra_keys,
+            local_prefill=prompt.local_prefill,
+        )
+
+
+# Strategies. A move is drawn as a kind and one number, which its parts are digits of: drawing is what takes the time.
+
+GROUP_MIXES: tuple[tuple[tuple[int, int], ...], ...] = (  # (slots per grain, packing) of each group
+    ((1, 1),),
+    ((2, 3),),
+    ((1, 1), (4, 5)),
+    ((2, 2), (4, 3)),
+    ((1, 2), (2, 1), (4, 8)),
+)
+NUMBERS = st.integers(0, 2**24 - 1)  # drawn evenly up to this size
+T = TypeVar("T")
+
+
+class Digits:
+    """Takes a number apart. 0 is the simplest choice everywhere."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def below(self, limit: int) -> int:
+        self.number, digit = divmod(self.number, limit)
+        return digit
+
+    def of(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]
+
+
+def shape_of(role: Role, number: int) -> SchedulerShape:
+    """Small pools: a few prompts fill one."""
+    digits = Digits(number)
+    prefix_granularity = digits.of((4, 4, 4, 8))
+    groups = tuple(
+        GroupShape(
+            group_id=f"g{position}",
+            block_granularity=prefix_granularity // slots_per_grain,
+            cache_blocks_per_lcm_block=packing,
+        )
+        for position, (slots_per_grain, packing) in enumerate(digits.of(GROUP_MIXES))
+    )
+    capacity_tokens = 16 + digits.below(48)
+    return SchedulerShape(
+        role=role,
+        prefix_granularity=prefix_granularity,
+        num_lcm_blocks=sum(
+            -(-capacity_tokens // (group.block_granularity * group.cache_blocks_per_lcm_block)) for group in groups
+        ),
+        max_batch_size=4 - digits.below(4),
+        token_budget=24 - digits.below(24),
+        groups=groups,
+        enable_prefix_cache=digits.below(8) != 7,
+        max_ready_ungranted=4 - digits.below(4),
+    )
+
+
+def prompt_of(role: Role, digits: Digits) -> Prompt:
+    return Prompt(
+        num_tokens=1 + digits.below(36),
+        max_new_tokens=digits.below(7),
+        stem=digits.below(3),
+        fork_token=digits.of((0, 4, 8, 10, 16)),
+        local_prefill=role is Role.DECODE and digits.below(2) == 1,
+        extra_keys=digits.of(((), (), (), (), (), (b"a",), (b"b", b""))),
+        flaw=digits.of(("",) * 18 + ("empty", "negative", "used id", "max_new_tokens", "too long")),
+    )
+
+
+def submit_of(role: Role, number: int) -> Submit:
+    """One prompt, or it and a second one with the same or a different beginning."""
+    digits = Digits(number)
+    num_prompts, is_same = digits.of(((1, False), (1, False), (2, True), (2, False)))
+    first = prompt_of(role, digits)
+    second = first if is_same else prompt_of(role, Digits(number // 7))
+    return Submit((first, second)[:num_prompts])
+
+
+def expected_pick(role: Role, digits: Digits) -> Pick:
+    return Pick(digits.of(KINDS[role]), digits.below(8), token_shift=digits.of((0, 0, 50)))
+
+
+def happen_of(role: Role, number: int) -> Happen:
+    digits = Digits(number)
+    num_events = 1 + digits.below(3)
+    return Happen(tuple(expected_pick(role, digits) for _ in range(num_events)))
+
+
+def disturb_of(role: Role, number: int) -> Happen:
+    """An event that may be anything, behind one that is expected: if it is refused, the first must not be applied."""
+    digits = Digits(number)
+    anything = Pick(digits.of(list(EventKind)), digits.below(16), is_expected=False, token_shift=digits.below(10))
+    return Happen((expected_pick(role, digits), anything))
+
+
+MoveMaker: TypeAlias = Callable[[Role, int], Move]
+MAKERS: tuple[MoveMaker, ...] = (
+    *[lambda role, number: MakePlan()] * 3,
+    *[lambda role, number: Step(ends=number % 2 == 1)] * 7,
+    *[submit_of] * 6,
+    *[happen_of] * 6,
+    *[disturb_of] * 2,
+    lambda role, number: ClearCache(),
+)
+
+
+def histories(role: Role, max_num_moves: int) -> st.SearchStrategy[Drawn]:
+    """The number of moves is drawn evenly: lists of Hypothesis' own lengths would mostly be short."""
+    move = st.tuples(st.sampled_from(MAKERS), NUMBERS).map(lambda drawn: drawn[0](role, drawn[1]))
+    moves = st.integers(0, max_num_moves).flatmap(lambda count: st.lists(move, min_size=count, max_size=count))
+    return st.tuples(NUMBERS.map(lambda number: shape_of(role, number)), moves)

@@ -1,0 +1,181 @@
+"""Drives the native scheduler and its reference model together, and compares everything that can be seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from reference_model import (
+    BrokenContract,
+    Event,
+    EventKind,
+    Gauges,
+    Plan,
+    ReferenceScheduler,
+    RefusedSubmission,
+    Role,
+    SchedulerShape,
+    Submission,
+)
+from reference_model.values import Admission, Handover, RemotePrefill
+
+import scheduler_core as sc
+
+from .builders import full_group, scheduler_config
+
+ROLES = {Role.PREFILL: sc.Role.PREFILL, Role.DECODE: sc.Role.DECODE, Role.FUSED: sc.Role.FUSED}
+PLAIN_EVENTS: dict[EventKind, Callable[[str], sc.Event]] = {
+    EventKind.FINISH: sc.FinishEvent,
+    EventKind.ABORT: sc.AbortEvent,
+    EventKind.READY: sc.ReadyEvent,
+    EventKind.GRANTED: sc.GrantedEvent,
+    EventKind.HANDED_OVER: sc.HandedOverEvent,
+    EventKind.FAILED: sc.FailedEvent,
+    EventKind.QUIESCED: sc.QuiescedEvent,
+}
+
+
+class Divergence(AssertionError):
+    """Core and model disagree."""
+
+
+@dataclass(slots=True)
+class SideBySide:
+    shape: SchedulerShape
+    make_model: Callable[[SchedulerShape], ReferenceScheduler] = ReferenceScheduler
+    native: sc.Scheduler = field(init=False)
+    model: ReferenceScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.native = sc.Scheduler(native_config(self.shape))
+        self.model = self.make_model(self.shape)
+        require_equal("max_request_tokens", self.native.max_request_tokens, self.model.max_request_tokens())
+        self.compare()
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        specs = [native_spec(submission) for submission in submissions]
+        try:
+            self.model.submit(submissions)
+        except RefusedSubmission as refusal:
+            require_refused(sc.SubmitError, refusal.words, lambda: self.native.submit(specs))
+        else:
+            require_accepted(sc.SubmitError, lambda: self.native.submit(specs))
+        self.compare()
+
+    def advance(self, events: Sequence[Event]) -> None:
+        native_events = [native_event(event) for event in events]
+        try:
+            self.model.advance(events)
+        except BrokenContract as broken:
+            require_refused(sc.ContractError, broken.words, lambda: self.native.advance(native_events))
+        else:
+            require_accepted(sc.ContractError, lambda: self.native.advance(native_events))
+        self.compare()
+
+    def plan(self) -> Plan:
+        plan = self.model.next_plan()
+        native = self.native.next_plan()
+        for each in fields(Plan):
+            require_equal(f"plan.{each.name}", listed(getattr(native, each.name)), getattr(plan, each.name))
+        for group, table in enumerate(native.block_tables):
+            width = max(map(len, plan.block_tables[group]), default=0)
+            require_equal(f"shape of table {group}", table.shape, (plan.num_rows, width))
+        self.compare()
+        return plan
+
+    def clear_cache(self) -> bool:
+        is_clear = self.model.clear_cache()
+        require_equal("clear_cache", self.native.clear_cache(), is_clear)
+        self.compare()
+        return is_clear
+
+    def compare(self) -> None:
+        require_equal("describe", self.native.describe(), self.model.describe())
+        capacity, gauges = self.native.capacity(), self.model.gauges()
+        for each in fields(Gauges):
+            require_equal(f"capacity.{each.name}", getattr(capacity, each.name), getattr(gauges, each.name))
+        require_equal("can_clear", self.native.can_clear(), self.model.can_clear())
+        for request in self.model.books.requests:
+            tables = [table.tolist() for table in self.native.block_tables(request.request_id)]
+            expected = self.model.block_tables(request.request_id)
+            require_equal(f"tables of {request.request_id}", tables, expected)
+
+
+def native_config(shape: SchedulerShape) -> sc.SchedulerConfig:
+    groups = [
+        full_group(
+            group.group_id,
+            block_granularity=group.block_granularity,
+            cache_blocks_per_lcm_block=group.cache_blocks_per_lcm_block,
+        )
+        for group in shape.groups
+    ]
+    return scheduler_config(
+        ROLES[shape.role],
+        prefix_granularity=shape.prefix_granularity,
+        num_lcm_blocks=shape.num_lcm_blocks,
+        max_batch_size=shape.max_batch_size,
+        token_budget=shape.token_budget,
+        cache_groups=groups,
+        enable_prefix_cache=shape.enable_prefix_cache,
+        max_ready_ungranted=shape.max_ready_ungranted,
+    )
+
+
+def native_spec(submission: Submission) -> sc.RequestSpec:
+    return sc.RequestSpec(
+        request_id=submission.request_id,
+        tokens=list(submission.tokens),
+        max_new_tokens=submission.max_new_tokens,
+        extra_keys=list(submission.extra_keys),
+        local_prefill=submission.local_prefill,
+    )
+
+
+def native_event(event: Event) -> sc.Event:
+    if event.kind is EventKind.RESULT:
+        return sc.ResultEvent(event.request_id, list(event.tokens))
+    if event.kind is EventKind.DONE:
+        return sc.DoneEvent(event.request_id, event.tokens[0])
+    return PLAIN_EVENTS[event.kind](event.request_id)
+
+
+def listed(value: object) -> object:
+    """A field of a native plan in the values of the model."""
+    match value:
+        case sc.RemotePrefill():
+            block_ids = [ids.tolist() for ids in value.block_ids]
+            return RemotePrefill(value.request_id, value.from_token, value.first_slots, block_ids)
+        case sc.Handover():
+            return Handover(value.request_id, value.token)
+        case sc.Admission():
+            hits = (value.device_hit_tokens, value.host_hit_tokens, value.storage_hit_tokens)
+            return Admission(value.request_id, *hits)
+        case list():
+            return [listed(each) for each in value]
+        case int() | str():
+            return value
+        case _:
+            return value.tolist()  # type: ignore[attr-defined]
+
+
+def require_equal(what: str, native: object, model: object) -> None:
+    if native != model:
+        raise Divergence(f"{what}:\nnative {native}\nmodel  {model}")
+
+
+def require_refused(error: type[Exception], words: Sequence[str], call: Callable[[], None]) -> None:
+    try:
+        call()
+    except error as refusal:
+        if not all(word in str(refusal) for word in words):
+            raise Divergence(f"the model names {words}, the core says: {refusal}") from None
+    else:
+        raise Divergence(f"the model refuses with {words}, the core accepts")
+
+
+def require_accepted(error: type[Exception], call: Callable[[], None]) -> None:
+    try:
+        call()
+    except error as refusal:
+        raise Divergence(f"the model accepts, the core says: {refusal}") from None
