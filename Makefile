@@ -24,10 +24,11 @@ demo: runtime ## prefill on one node, decode on another, watch it
 test: setup test-cpp test-python ## run all tests
 
 test-cpp:
+	@mkdir -p build
 	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
 	  || { cat build/cpp-tests.log; exit 1; }
 	@cmake --build build/cpp-tests --target scheduler_core_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
-	@ctest --test-dir build/cpp-tests --output-on-failure --progress
+	@ctest --test-dir build/cpp-tests --output-on-failure --no-tests=error --progress
 
 test-python:
 	@$(BIN)/python -m pytest
