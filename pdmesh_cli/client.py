@@ -17,7 +17,7 @@ from pdmesh.v1 import inference_pb2, inference_pb2_grpc
 
 from node_runtime.errors import NodeError, PeerUnavailable
 from node_runtime.rpc.channel import Channel, connect
-from node_runtime.rpc.errors import status_of
+from node_runtime.rpc.errors import CANNOT_CONNECT, status_of
 from pdmesh_cli.client_types import (
     Completion,
     Delta,
@@ -35,8 +35,6 @@ from pdmesh_cli.client_types import (
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_MESSAGE_BYTES = 16 * 2**20
-# How gRPC begins its account of a connection that never came to be; the cause is at its end.
-_DIALLING_FAILED = ("failed to connect to all addresses", "errors resolving", "connections to all backends failing")
 _CONNECTION_LOST = ("Stream removed", "Socket closed", "Connection reset", "recvmsg", "keepalive", "ping timeout")
 _DEFAULT_OPTIONS = GenerateOptions()
 
@@ -56,8 +54,8 @@ def client_errors() -> Iterator[None]:
 
 def _unavailable(error: PeerUnavailable) -> str:
     """Tells a router that cannot be dialled from one that passes on what befell its nodes."""
-    if error.reason.startswith(_DIALLING_FAILED):
-        return f"cannot connect to {error.address}: {error.reason.rstrip('].').rsplit(': ', 1)[-1]}"
+    if error.reason.startswith(CANNOT_CONNECT):
+        return f"cannot connect to {error.address}: {error.reason.removeprefix(CANNOT_CONNECT)}"
     if error.reason.startswith(_CONNECTION_LOST):
         return f"the connection to {error.address} was lost: {error.reason}"
     return error.reason

@@ -129,23 +129,15 @@ class Mesh:
         return child
 
     async def _all_ready(self, children: Sequence[Child]) -> list[Announcement]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ready(child)) for child in children]
-                watcher = group.create_task(self._raise_on_exit())
-                await asyncio.gather(*tasks)
-                watcher.cancel()
-        except* ChildError as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        async def wait_for_all() -> list[Announcement]:
+            return await asyncio.gather(*(self._ready(child) for child in children))
+
+        return await self.run(wait_for_all())
 
     async def _ready(self, child: Child) -> Announcement:
         announcement = await child.wait_ready(self._plan.ready_timeout_s)
         self._on_ready(announcement)
         return announcement
-
-    async def _raise_on_exit(self) -> None:
-        raise await self.wait_for_exit()
 
     async def wait_for_exit(self) -> ChildError:
         """Waits until any child ends, which none does by itself; says which one and how."""

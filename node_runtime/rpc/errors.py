@@ -5,7 +5,6 @@ A test fails when a subclass of NodeError has no row.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -83,13 +82,16 @@ def error_from_code(number: int, message: str, address: str) -> NodeError:
     return RemoteError(grpc.StatusCode.UNKNOWN.name, message, address=address)
 
 
-# What the channel puts in front of the reason; every address of a node is one host, so it says nothing.
-_CONNECT_NOISE = re.compile(r"failed to connect to all addresses; last error: (?:[A-Z_]+: )?")
+# How gRPC begins its account of a connection that never came to be; the cause is at its end.
+_DIALLING_FAILED = ("failed to connect to all addresses", "errors resolving", "connections to all backends failing")
+CANNOT_CONNECT = "cannot connect: "
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
-    """The error for a call to `address` that failed."""
-    message = _CONNECT_NOISE.sub("", error.details() or "no details given")
+    """The error for a call to `address` that failed; when it could not be dialled, CANNOT_CONNECT and the cause."""
+    message = error.details() or "no details given"
+    if message.startswith(_DIALLING_FAILED):
+        message = CANNOT_CONNECT + message.rstrip("].").rsplit(": ", 1)[-1]
     return _error_for(error.code(), message, address)
 
 
