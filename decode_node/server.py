@@ -15,7 +15,7 @@ from decode_node.peers import PrefillPeers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.service import DecodeLimits, DecodeService
 from node_runtime.clock import Clock, SystemClock
-from node_runtime.engine.core import ComputeCore
+from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
@@ -158,9 +158,6 @@ class DecodeNode:
 
 async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
     """Runs a decode or fused node until it is told to stop. Returns the exit status."""
-    # Kept out of the module so that a node can be composed around other parts without the model code.
-    from node_runtime.engine.assembly import build_core
-
     role = Role.DECODE if isinstance(config, DecodeNodeConfig) else Role.FUSED
     telemetry = Telemetry.setup(f"pdmesh-{config.role_name}", config.node_id, config.otlp_endpoint)
     stop_request = StopRequest()
@@ -168,7 +165,7 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
 
     async def start() -> None:
         # Off the event loop, so that a signal is heard while the weights load.
-        core = await asyncio.to_thread(build_core, config, role)
+        core = await asyncio.to_thread(load_core, config, role)
         node = DecodeNode(
             config,
             core,

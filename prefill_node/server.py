@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
 from node_runtime.clock import Clock, SystemClock
-from node_runtime.engine.core import ComputeCore
+from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
@@ -114,15 +114,13 @@ class PrefillNode:
 
 async def serve(config: PrefillNodeConfig) -> int:
     """Runs a prefill node until it is told to stop. Returns the exit status."""
-    # The model and its arena are built off the event loop, so that a signal is heard while they load.
-    from node_runtime.engine.assembly import build_core
-
     telemetry = Telemetry.setup("pdmesh-prefill", config.node_id, config.otlp_endpoint)
     stop_request = StopRequest()
     nodes: list[PrefillNode] = []
 
     async def start() -> None:
-        core = await asyncio.to_thread(build_core, config, Role.PREFILL, max_ready_ungranted=config.max_ready_ungranted)
+        # Off the event loop, so that a signal is heard while the weights load.
+        core = await asyncio.to_thread(load_core, config, Role.PREFILL, max_ready_ungranted=config.max_ready_ungranted)
         node = PrefillNode(
             config,
             core,

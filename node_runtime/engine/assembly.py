@@ -12,7 +12,7 @@ from pathlib import Path
 from cache_runtime.errors import CacheError
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from cache_runtime.transfer import create_engine
-from cache_runtime.transfer.engine import DataPlaneError
+from cache_runtime.transfer.engine import DataPlaneError, TransferEngine
 from cache_runtime.transfer.schema import ManifestError, build_manifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
@@ -33,6 +33,8 @@ def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: in
 
 def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
     checkpoint = open_checkpoint(config.model)
+    # Before the weights: a machine that lacks what the data plane needs is told so at once.
+    engine = None if role is Role.FUSED else _open_data_plane(config)
     executor = ModelExecutor(
         checkpoint,
         dtype=config.dtype,
@@ -59,17 +61,22 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         scheduler=Scheduler(scheduler_config),
         group_ids=tuple(contract.group_ids),
         facts=_facts(config, checkpoint, executor, fingerprint),
-        data_plane=None if role is Role.FUSED else _data_plane(config, executor, fingerprint),
+        data_plane=None if engine is None else _data_plane(config, engine, executor, fingerprint),
     )
 
 
-def _data_plane(config: ComputeNodeConfig, executor: ModelExecutor, fingerprint: str) -> DataPlane:
-    engine = create_engine(
+def _open_data_plane(config: ComputeNodeConfig) -> TransferEngine:
+    return create_engine(
         config.data_plane,
         host=config.advertised_host(),
         protocol=config.transfer_protocol,
         device=config.rdma_device,
     )
+
+
+def _data_plane(
+    config: ComputeNodeConfig, engine: TransferEngine, executor: ModelExecutor, fingerprint: str
+) -> DataPlane:
     arena = executor.arena
     engine.register(arena.base_address, arena.num_bytes)
     manifest = build_manifest(

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from cache_runtime.transfer.engine import TransferEngine
 from cache_runtime.transfer.schema import PlacementManifest
-from node_runtime.config import format_size
+from node_runtime.config import ComputeNodeConfig, format_size
 from node_runtime.engine.loop import Executor
-from node_runtime.errors import InternalError
-from scheduler_core import Scheduler
+from node_runtime.errors import BadConfig, InternalError
+from scheduler_core import Role, Scheduler
+
+# What the extra `compute` installs; a router does without.
+_COMPUTE_MODULES = ("torch", "safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +71,20 @@ class ComputeCore:
         if self.data_plane is not None:
             lines.append(f"data plane {self.data_plane.engine.name} at {self.data_plane.engine.endpoint}")
         return tuple(lines)
+
+
+def load_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: int = 64) -> ComputeCore:
+    """Builds the real parts; blocking. Raises BadConfig naming the culprit, or what is not installed.
+
+    The model code is imported here and not with the module, so that a node can be composed around other parts.
+    """
+    try:
+        from node_runtime.engine.assembly import build_core
+    except ModuleNotFoundError as error:
+        if error.name not in _COMPUTE_MODULES:
+            raise
+        raise BadConfig(
+            f"{error.name} is not installed, and a {role.name.lower()} node computes with it; "
+            "install it with: pip install 'pdmesh[compute]'"
+        ) from error
+    return build_core(config, role, max_ready_ungranted=max_ready_ungranted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 from support.mesh import COMPUTE, Mesh
 
 
-def start_fails(*arguments: str) -> str:
-    """Runs `pdmesh` with arguments that must fail; returns what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pdmesh_cli.main", *arguments], capture_output=True, text=True, timeout=90, check=False
-    )
+def start_fails(*arguments: str, python_path: Path | None = None) -> str:
+    """Runs `pdmesh` with arguments that must fail; returns what it printed. `python_path` comes before all modules."""
+    environment = os.environ if python_path is None else {**os.environ, "PYTHONPATH": str(python_path)}
+    command = [sys.executable, "-m", "pdmesh_cli.main", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     output = result.stdout + result.stderr
     assert result.returncode in (1, 2), output
     assert "Traceback" not in output, output
@@ -32,6 +33,19 @@ def test_rdma_without_a_device_is_refused_instead_of_falling_back(model_path: Pa
     output = start_fails("prefill", "--model", str(model_path), "--port", "0", *COMPUTE, "--transfer-protocol", "rdma")
     assert "rdma" in output.lower()
     assert "/sys/class/infiniband" in output
+
+
+@pytest.mark.parametrize(
+    ("module", "role", "extra"), [("torch", "fused", "pdmesh[compute]"), ("mooncake", "prefill", "pdmesh[cpu]")]
+)
+def test_a_missing_optional_part_says_how_to_install_it(
+    model_path: Path, tmp_path: Path, module: str, role: str, extra: str
+) -> None:
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('no {module}', name='{module}')")
+    output = start_fails(role, "--model", str(model_path), "--port", "0", *COMPUTE, python_path=tmp_path)
+    assert module in output
+    assert f"pip install '{extra}'" in output
 
 
 def test_a_truncated_model_file_is_named(model_path: Path, tmp_path: Path) -> None:
