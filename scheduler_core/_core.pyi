@@ -50,6 +50,17 @@ class Retention(enum.Enum):
 
     SLIDING_WINDOW = 1
 
+class EvictionPolicy(enum.Enum):
+    """Which cached blocks go first."""
+
+    LRU = 0
+    """least recently used"""
+
+    AGED_FREQUENCY = 1
+    """
+    least frequently used, with dynamic aging and a memory of evicted prefixes
+    """
+
 class CacheGroupConfig:
     """One attention structure of the model."""
 
@@ -82,7 +93,7 @@ class CacheGroupConfig:
 class SchedulerConfig:
     """Everything a scheduler is built from."""
 
-    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0) -> None: ...
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU) -> None: ...
 
     def validate(self) -> None:
         """
@@ -118,6 +129,9 @@ class SchedulerConfig:
 
     @property
     def overlap_depth(self) -> int: ...
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy: ...
 
 class ResultEvent:
     """

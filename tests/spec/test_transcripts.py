@@ -66,9 +66,11 @@ class Player:
         fields = dict(word.split("=") for word in words)
         groups = [group.split(":") for group in fields.pop("groups").split(",")]
         role = sc.Role[fields.pop("role").upper()]
+        policy = sc.EvictionPolicy[fields.pop("eviction_policy", "lru").upper()]
         self.group_ids = [name for name, *_ in groups]
         config = sc.SchedulerConfig(
             role=role,
+            eviction_policy=policy,
             cache_groups=[
                 sc.CacheGroupConfig(
                     group_id=name,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cache/core/block_table.h"
+#include "cache/prefix/aged_frequency.h"
 #include "fsm/slot_pool.h"
 
 namespace pdmesh {
@@ -18,6 +19,7 @@ struct Holdings {
   SlotLease slot;
   std::vector<BlockTable> tables;  // by group
   std::uint64_t epoch = 0;
+  PromptUses uses;
   std::int32_t num_hit_tokens = 0;
   std::int32_t num_computed_tokens =
       0;  // prompt and completion tokens whose rows are written or being written

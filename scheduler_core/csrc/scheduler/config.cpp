@@ -86,6 +86,14 @@ void SchedulerConfig::Validate() const {
     Refuse("overlap_depth must be 0 (overlapped plans are not supported yet), got " +
            std::to_string(overlap_depth));
   }
+  if (eviction_policy != EvictionPolicy::kLru && eviction_policy != EvictionPolicy::kAgedFrequency) {
+    Refuse("eviction_policy must be lru or aged_frequency, got " +
+           std::to_string(static_cast<int>(eviction_policy)));
+  }
+  if (eviction_policy != EvictionPolicy::kLru && !enable_prefix_cache) {
+    Refuse("eviction_policy " + std::string(NameOf(eviction_policy)) +
+           " needs enable_prefix_cache: without it nothing is ever evicted");
+  }
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }

@@ -32,7 +32,8 @@ std::int32_t NumSlots(const SchedulerConfig& config) {
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(Validated(config)),
       capacity_model_(config_),
-      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_)),
+      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
+                   config_.eviction_policy),
       slots_(NumSlots(config_)) {}
 
 void Scheduler::CheckSpec(const RequestSpec& spec) const {

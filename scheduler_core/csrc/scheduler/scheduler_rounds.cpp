@@ -286,6 +286,7 @@ std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& requ
   return Holdings{.slot = slots_.Lease(),
                   .tables = std::move(tables),
                   .epoch = admission->epoch,
+                  .uses = admission->uses,
                   .num_hit_tokens = hit_tokens,
                   .num_computed_tokens = hit_tokens + computed_now,
                   .num_published_grains = hit_tokens / config_.prefix_granularity};
@@ -336,7 +337,8 @@ RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings) cons
   return {.digests = request.chain.digests(),
           .first_grain = first_grain,
           .end_grain = std::max(first_grain, end_grain),
-          .keeps_duplicates = config_.role == Role::kPrefill};
+          .keeps_duplicates = config_.role == Role::kPrefill,
+          .uses = &holdings.uses};
 }
 
 }  // namespace pdmesh

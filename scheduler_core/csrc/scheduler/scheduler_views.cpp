@@ -49,6 +49,11 @@ std::string Scheduler::Describe() const {
          " active=" + std::to_string(gauges.active_lcm_blocks) +
          " cached=" + std::to_string(gauges.cached_lcm_blocks) +
          " quarantined=" + std::to_string(gauges.quarantined_lcm_blocks) + "\n";
+  if (const AgedFrequency* policy = coordinator_.aged_frequency()) {
+    out += std::string("eviction ") + NameOf(config_.eviction_policy) +
+           " level=" + std::to_string(policy->level()) + " ghosts=" + std::to_string(policy->num_ghosts()) +
+           "\n";
+  }
   for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
     const CacheGroup& described = coordinator_.group(group);
     out += "group " + described.spec.group_id +

@@ -30,6 +30,7 @@ def scheduler_config(
     cache_groups: Sequence[sc.CacheGroupConfig] | None = None,
     enable_prefix_cache: bool = True,
     max_ready_ungranted: int = 64,
+    eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
         role=role,
@@ -40,6 +41,7 @@ def scheduler_config(
         cache_groups=[full_group()] if cache_groups is None else list(cache_groups),
         enable_prefix_cache=enable_prefix_cache,
         max_ready_ungranted=max_ready_ungranted,
+        eviction_policy=eviction_policy,
     )
 
 

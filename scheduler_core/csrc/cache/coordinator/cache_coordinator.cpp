@@ -17,6 +17,16 @@ std::vector<std::int32_t> PackingOf(const std::vector<CacheGroupSpec>& specs) {
   return packing;
 }
 
+// As many as the cache holds grains if one group has it all.
+std::int64_t MaxGhosts(const BlockPool& pool, const std::vector<std::unique_ptr<CacheGroup>>& groups) {
+  std::int64_t max_ghosts = 0;
+  for (const auto& group : groups) {
+    max_ghosts =
+        std::max<std::int64_t>(max_ghosts, pool.num_blocks(group->keys.group) / group->keys.slots_per_grain);
+  }
+  return max_ghosts;
+}
+
 // Holds a probe's hits so that planning cannot evict them.
 class HitPins {
  public:
@@ -51,13 +61,16 @@ class HitPins {
 }  // namespace
 
 CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
-                                   std::vector<CacheGroupSpec> specs)
+                                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy)
     : pool_(num_lcm_blocks, PackingOf(specs)), prefix_granularity_(prefix_granularity) {
   Ensure(!specs.empty(), "a coordinator needs at least one group");
   for (CacheGroupSpec& spec : specs) {
     const auto group = static_cast<std::int32_t>(groups_.size());
     groups_.push_back(std::make_unique<CacheGroup>(std::move(spec), prefix_granularity, pool_, group));
     indexes_.push_back(&groups_.back()->index);
+  }
+  if (eviction_policy == EvictionPolicy::kAgedFrequency) {
+    aged_frequency_.emplace(MaxGhosts(pool_, groups_));
   }
 }
 
@@ -73,6 +86,7 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
         static_cast<std::size_t>(bound_grains * groups_[group]->keys.slots_per_grain));
   }
   probe.hit_tokens = bound_grains * prefix_granularity_;
+  probe.digests = digests.first(static_cast<std::size_t>(num_grains));
   return probe;
 }
 
@@ -85,14 +99,36 @@ std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tabl
     return std::nullopt;
   }
   const std::uint64_t epoch = ++last_epoch_;
+  const PromptUses uses = UsesFor(probe);
   for (std::size_t group = 0; group < groups_.size(); ++group) {
     groups_[group]->allocator.Claim(tables[group], pins.Take(group));
     for (const CacheEntry* entry : probe.entries[group]) {
-      groups_[group]->index.Touch(*entry, epoch);
+      groups_[group]->index.Touch(*entry, epoch, UseAt(uses, entry->depth_tokens));
     }
   }
   Evict(*plan);
-  return Admission{.epoch = epoch, .fresh_ids = Acquire(tables, *plan)};
+  return Admission{.epoch = epoch, .uses = uses, .fresh_ids = Acquire(tables, *plan)};
+}
+
+// What the policy makes of an admission's hits and ghosts. REQUIRES: nothing was touched or evicted for it
+// yet.
+PromptUses CacheCoordinator::UsesFor(const PrefixProbe& probe) const {
+  if (!aged_frequency_) {
+    return {};
+  }
+  std::vector<std::uint8_t> cached_uses(static_cast<std::size_t>(probe.hit_tokens / prefix_granularity_));
+  for (const auto& entries : probe.entries) {
+    for (const CacheEntry* entry : entries) {
+      std::uint8_t& uses = cached_uses[static_cast<std::size_t>(GrainOf(entry->depth_tokens))];
+      uses = std::max(uses, entry->use.uses);
+    }
+  }
+  return aged_frequency_->UsesFor(probe.digests, cached_uses);
+}
+
+// Of the block that ends at `depth_tokens`.
+BlockUse CacheCoordinator::UseAt(const PromptUses& uses, std::int64_t depth_tokens) const {
+  return aged_frequency_ ? uses.UseOf(GrainOf(depth_tokens)) : BlockUse{};
 }
 
 bool CacheCoordinator::CouldAdmit(const DenseGrowth& demand) const {
@@ -112,7 +148,7 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
   }
   Evict(*plan);
   Publish(tables, epoch, progress);
-  return Admission{.epoch = epoch, .fresh_ids = Acquire(tables, *plan)};
+  return Admission{.epoch = epoch, .uses = {}, .fresh_ids = Acquire(tables, *plan)};
 }
 
 std::optional<CacheCoordinator::GrowthPlan> CacheCoordinator::PlanGrowth(std::span<const BlockTable> tables,
@@ -133,6 +169,13 @@ std::optional<CacheCoordinator::GrowthPlan> CacheCoordinator::PlanGrowth(std::sp
 
 void CacheCoordinator::Evict(const GrowthPlan& plan) {
   for (const EvictionVictim& victim : plan.victims) {
+    if (aged_frequency_) {
+      aged_frequency_->RaiseLevel(victim.entry->use);
+      if (victim.entry->depth_tokens % prefix_granularity_ == 0) {
+        aged_frequency_->RememberEnd(victim.entry->key.digest, GrainOf(victim.entry->depth_tokens),
+                                     victim.entry->use);
+      }
+    }
     groups_[static_cast<std::size_t>(victim.group)]->index.Evict(*victim.entry);
   }
 }
@@ -167,6 +210,7 @@ bool CacheCoordinator::HasGrain(std::span<const Digest> digests, std::int32_t gr
 
 void CacheCoordinator::Publish(std::span<BlockTable> tables, std::uint64_t epoch,
                                const RequestProgress& progress) {
+  ForgetGhosts(progress);
   for (std::size_t group = 0; group < groups_.size(); ++group) {
     CacheGroup& target = *groups_[group];
     const std::int32_t first_slot = progress.first_grain * target.keys.slots_per_grain;
@@ -174,11 +218,20 @@ void CacheCoordinator::Publish(std::span<BlockTable> tables, std::uint64_t epoch
     for (std::int32_t slot = first_slot; slot < end_slot; ++slot) {
       const std::int64_t depth_tokens = (std::int64_t{slot} + 1) * target.spec.block_granularity;
       const CacheBlockRef& own = tables[group].block(slot);
+      const BlockUse use = progress.uses == nullptr ? BlockUse{} : UseAt(*progress.uses, depth_tokens);
       const CacheBlockRef& canonical =
-          target.index.Register(target.keys.KeyOf(progress.digests, slot), own, epoch, depth_tokens);
+          target.index.Register(target.keys.KeyOf(progress.digests, slot), own, epoch, depth_tokens, use);
       if (canonical.block_id() != own.block_id()) {
         target.allocator.Repoint(tables[group], slot, canonical, progress.keeps_duplicates);
       }
+    }
+  }
+}
+
+void CacheCoordinator::ForgetGhosts(const RequestProgress& progress) {
+  if (aged_frequency_) {
+    for (std::int32_t grain = progress.first_grain; grain < progress.end_grain; ++grain) {
+      aged_frequency_->Forget(progress.digests[static_cast<std::size_t>(grain)]);
     }
   }
 }
@@ -208,6 +261,9 @@ bool CacheCoordinator::CanClear() const {
 void CacheCoordinator::Clear() {
   for (const auto& group : groups_) {
     group->index.Clear();
+  }
+  if (aged_frequency_) {
+    aged_frequency_->Clear();
   }
 }
 

@@ -15,13 +15,17 @@
 #include "cache/coordinator/cache_group.h"
 #include "cache/core/block_pool.h"
 #include "cache/core/block_table.h"
+#include "cache/prefix/aged_frequency.h"
+#include "cache/prefix/eviction_policy.h"
 
 namespace pdmesh {
 
-// The prefix that every group has cached. Valid until the next change of the cache.
+// The prefix that every group has cached. Valid until the next change of the cache or of the chain it looked
+// at.
 struct PrefixProbe {
   std::int64_t hit_tokens = 0;                          // multiple of prefix_granularity
   std::vector<std::vector<const CacheEntry*>> entries;  // by group, slot by slot up to the hit
+  std::span<const Digest> digests = {};                 // of all grains looked at
 };
 
 // What a request has completed since the coordinator's last transaction for it.
@@ -32,21 +36,25 @@ struct RequestProgress {
   // A transfer may still read the request's blocks: those that turn out to be duplicates stay taken as long
   // as its tables live.
   bool keeps_duplicates = false;
+  const PromptUses* uses = nullptr;  // as the first admission gave them; not read under LRU
 };
 
 struct Admission {
   std::uint64_t epoch;                               // the request's, for its later transactions
+  PromptUses uses;                                   // first admission: likewise; says nothing under LRU
   std::vector<std::vector<std::int32_t>> fresh_ids;  // by group, in slot order
 };
 
 class CacheCoordinator {
  public:
   CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
-                   std::vector<CacheGroupSpec> specs);
+                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy = EvictionPolicy::kLru);
 
   std::int32_t num_groups() const { return static_cast<std::int32_t>(groups_.size()); }
   const CacheGroup& group(std::int32_t group) const { return *groups_[static_cast<std::size_t>(group)]; }
   const BlockPool& pool() const { return pool_; }
+  // The state of the aged frequency policy; nullptr under LRU, which has none.
+  const AgedFrequency* aged_frequency() const { return aged_frequency_ ? &*aged_frequency_ : nullptr; }
   std::vector<BlockTable> MakeTables() const { return std::vector<BlockTable>(groups_.size()); }
 
   // Looks at the first `num_grains` grains of the chain and changes nothing.
@@ -92,12 +100,18 @@ class CacheCoordinator {
 
   std::optional<GrowthPlan> PlanGrowth(std::span<const BlockTable> tables, const DenseGrowth& demand) const;
   void Evict(const GrowthPlan& plan);
+  PromptUses UsesFor(const PrefixProbe& probe) const;
+  // The grain in which the block that ends at `depth_tokens` lies.
+  std::int64_t GrainOf(std::int64_t depth_tokens) const { return (depth_tokens - 1) / prefix_granularity_; }
+  BlockUse UseAt(const PromptUses& uses, std::int64_t depth_tokens) const;
+  void ForgetGhosts(const RequestProgress& progress);
   std::vector<std::vector<std::int32_t>> Acquire(std::span<BlockTable> tables, const GrowthPlan& plan);
 
   BlockPool pool_;
   std::vector<std::unique_ptr<CacheGroup>> groups_;
   std::vector<const PrefixCacheIndex*> indexes_;  // of groups_, for the planner
   std::int32_t prefix_granularity_;
+  std::optional<AgedFrequency> aged_frequency_;
   std::uint64_t last_epoch_ = 0;
 };
 

@@ -7,7 +7,8 @@
 namespace pdmesh {
 
 EvictionRank RankOf(const CacheEntry& entry) {
-  return {.epoch = entry.epoch,
+  return {.value = entry.use.value,
+          .epoch = entry.epoch,
           .tier = EvictionTier::kClosedPrefix,
           .negated_depth_tokens = -entry.depth_tokens,
           .group = entry.key.group,
@@ -37,7 +38,8 @@ const CacheEntry* PrefixCacheIndex::Find(const CacheKey& key) const {
 }
 
 const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const CacheBlockRef& block,
-                                                std::uint64_t epoch, std::int64_t depth_tokens) {
+                                                std::uint64_t epoch, std::int64_t depth_tokens,
+                                                const BlockUse& use) {
   Ensure(key.group == group_, "a key of another group was published");
   Ensure(static_cast<bool>(block), "a hole was published");
   const auto found = entries_.find(key);
@@ -45,24 +47,28 @@ const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const Cache
     CacheEntry& entry = found->second;
     const CacheBlockRef held = entry.block;  // leaves the eviction order before the rank changes
     entry.epoch = std::max(entry.epoch, epoch);
+    entry.use.RaiseTo(use);
     return entry.block;
   }
   Ensure(EntryOf(block.block_id()) == nullptr, "a block was published under a second key");
-  CacheEntry& entry =
-      entries_
-          .emplace(key,
-                   CacheEntry{
-                       .key = key, .block = block, .epoch = epoch, .depth_tokens = depth_tokens, .place = {}})
-          .first->second;
+  CacheEntry& entry = entries_
+                          .emplace(key, CacheEntry{.key = key,
+                                                   .block = block,
+                                                   .epoch = epoch,
+                                                   .depth_tokens = depth_tokens,
+                                                   .use = use,
+                                                   .place = {}})
+                          .first->second;
   entry_by_block_id_[static_cast<std::size_t>(block.block_id())] = &entry;
   pool_.Watch(entry.block);
   return entry.block;
 }
 
-void PrefixCacheIndex::Touch(const CacheEntry& entry, std::uint64_t epoch) {
+void PrefixCacheIndex::Touch(const CacheEntry& entry, std::uint64_t epoch, const BlockUse& use) {
   CacheEntry& held = *EntryOf(entry.block.block_id());
   Ensure(!held.place, "an evictable entry was touched without being held");
   held.epoch = std::max(held.epoch, epoch);
+  held.use.RaiseTo(use);
 }
 
 void PrefixCacheIndex::Evict(const CacheEntry& entry) {

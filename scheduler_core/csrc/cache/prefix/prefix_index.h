@@ -16,6 +16,7 @@
 #include "cache/core/block_pool.h"
 #include "cache/core/cache_block_ref.h"
 #include "cache/prefix/cache_key.h"
+#include "cache/prefix/eviction_policy.h"
 
 namespace pdmesh {
 
@@ -26,6 +27,7 @@ enum class EvictionTier : std::uint8_t {
 
 // Victims are taken smallest first. Blocks deep in a prefix go before those they depend on.
 struct EvictionRank {
+  std::uint64_t value;  // 0 under LRU
   std::uint64_t epoch;
   EvictionTier tier;
   std::int64_t negated_depth_tokens;
@@ -50,6 +52,7 @@ struct CacheEntry {
   CacheBlockRef block;
   std::uint64_t epoch;                           // of the newest admission that published or hit the block
   std::int64_t depth_tokens;                     // prompt position at which the block ends
+  BlockUse use;                                  // what the eviction policy notes about it
   std::optional<EvictionOrder::iterator> place;  // in the eviction order, while it is evictable
 };
 
@@ -76,12 +79,12 @@ class PrefixCacheIndex final : public SharingObserver {
   const EvictionOrder& eviction_order() const { return eviction_order_; }
 
   // Publishes a block that its caller holds, or finds the key taken; either way the entry's epoch is at least
-  // `epoch` afterwards. Returns the canonical block of the key. REQUIRES: the key is of this group, the block
-  // has no other key.
+  // `epoch` afterwards, and no part of its use is below `use`. Returns the canonical block of the key.
+  // REQUIRES: the key is of this group, the block has no other key.
   const CacheBlockRef& Register(const CacheKey& key, const CacheBlockRef& block, std::uint64_t epoch,
-                                std::int64_t depth_tokens);
-  // Marks a held entry as used by the admission `epoch`. REQUIRES: its block is shared.
-  void Touch(const CacheEntry& entry, std::uint64_t epoch);
+                                std::int64_t depth_tokens, const BlockUse& use = {});
+  // Marks a held entry as used by the admission `epoch`, with `use`. REQUIRES: its block is shared.
+  void Touch(const CacheEntry& entry, std::uint64_t epoch, const BlockUse& use = {});
   // Takes an evictable entry out; its block becomes free.
   void Evict(const CacheEntry& entry);
   // Takes every entry out. REQUIRES: all are evictable.
