@@ -47,7 +47,8 @@ class AgedFrequency {
   explicit AgedFrequency(std::int64_t max_ghosts) : max_ghosts_(max_ghosts) {}
 
   // Reads. `digests` are those of the prompt; the first of them are cached, with the uses in `cached_uses`.
-  // Each grain gets one use more than the most used among itself and all behind it.
+  // Each grain gets one use more than the most used among itself and all behind it that are cached or have a
+  // ghost, none if there are no such grains.
   PromptUses UsesFor(std::span<const Digest> digests, std::span<const std::uint8_t> cached_uses) const;
   std::uint64_t level() const { return level_; }
   std::int64_t num_ghosts() const { return static_cast<std::int64_t>(ghosts_.size()); }
