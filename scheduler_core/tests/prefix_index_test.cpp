@@ -100,8 +100,8 @@ TEST_F(PrefixIndexTest, FullAttentionMatchesFromTheLeftToTheFirstMiss) {
   for (const std::int64_t slot : {0, 1, 2, 4, 5}) {
     index_.Register(keys.KeyOf(digests, slot), Block(), 1, slot);
   }
-  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 3).size(), 3u);
-  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 1).size(), 2u)
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 3).entries.size(), 3u);
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 1).entries.size(), 2u)
       << "bounded by the grains asked for";
 }
 
