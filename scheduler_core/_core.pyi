@@ -296,6 +296,24 @@ class Plan:
         """uint8[num_rows], 1 on the last chunk of a prompt and on decode rows"""
 
     @property
+    def checkpoint_tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """
+        int32[num_rows], position inside the row up to which a state is computed as well, 0 for none; its slot is (checkpoint_tokens - 1) // block_granularity
+        """
+
+    @property
+    def state_input_slots(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """
+        per group: int32[num_rows], the table slot whose state a row continues from, -1 for none; empty for history groups
+        """
+
+    @property
+    def state_output_slots(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """
+        per group: int32[num_rows], the table slot a row leaves its final state in; empty for history groups
+        """
+
+    @property
     def token_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
         """int32[sum(input_lengths)], inputs of all rows in row order"""
 

@@ -59,14 +59,21 @@ def test_a_sound_configuration_passes() -> None:
         ({"cache_groups": [_group(cache_blocks_per_lcm_block=0)]}, ["cache_blocks_per_lcm_block", "got 0"]),
         ({"num_lcm_blocks": 2**30, "cache_groups": [_group(cache_blocks_per_lcm_block=8)]}, ["int32"]),
         ({"cache_groups": [_group(shard_count=2)]}, ["shard_count", "got 2"]),
-        ({"cache_groups": [_group(family=sc.Family.STATE)]}, ["state", "not supported"]),
+        (
+            {"token_budget": 7, "cache_groups": [_group(group_id="ssm", family=sc.Family.STATE)]},
+            ["token_budget 7", "prefix_granularity 8", '"ssm"'],
+        ),
         (
             {"cache_groups": [_group(family=sc.Family.STATE, retention=sc.Retention.SLIDING_WINDOW)]},
             ["state group", "sliding_window"],
         ),
         (
-            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4)]},
-            ["sliding_window", "not supported"],
+            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=0)]},
+            ["sliding_window_tokens", "got 0"],
+        ),
+        (
+            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True)]},
+            ["replayable", "not supported"],
         ),
         ({"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW)]}, ["sliding_window_tokens"]),
         ({"cache_groups": [_group(sliding_window_tokens=4)]}, ["sliding_window_tokens"]),

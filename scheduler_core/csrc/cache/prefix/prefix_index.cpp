@@ -6,11 +6,24 @@
 
 namespace pdmesh {
 
+namespace {
+
+EvictionTier TierOf(const CacheEntry& entry) {
+  if (entry.closure == Closure::kClosed) {
+    return EvictionTier::kClosedPrefix;
+  }
+  return entry.kind == BoundaryKind::kChunk && !entry.was_hit ? EvictionTier::kProbationary
+                                                              : EvictionTier::kEstablished;
+}
+
+}  // namespace
+
 EvictionRank RankOf(const CacheEntry& entry) {
+  const EvictionTier tier = TierOf(entry);
   return {.value = entry.use.value,
           .epoch = entry.epoch,
-          .tier = EvictionTier::kClosedPrefix,
-          .negated_depth_tokens = -entry.depth_tokens,
+          .tier = tier,
+          .position = tier == EvictionTier::kProbationary ? entry.depth_tokens : -entry.depth_tokens,
           .group = entry.key.group,
           .block_id = entry.block.block_id()};
 }
@@ -19,8 +32,11 @@ bool ByRank::operator()(const CacheEntry* a, const CacheEntry* b) const {
   return RankOf(*a) < RankOf(*b);
 }
 
-PrefixCacheIndex::PrefixCacheIndex(BlockPool& pool, std::int32_t group)
-    : pool_(pool), group_(group), entry_by_block_id_(static_cast<std::size_t>(pool.num_blocks(group)) + 1) {
+PrefixCacheIndex::PrefixCacheIndex(BlockPool& pool, std::int32_t group, Closure closure)
+    : pool_(pool),
+      group_(group),
+      closure_(closure),
+      entry_by_block_id_(static_cast<std::size_t>(pool.num_blocks(group)) + 1) {
   pool_.SetObserver(group_, this);
 }
 
@@ -39,7 +55,7 @@ const CacheEntry* PrefixCacheIndex::Find(const CacheKey& key) const {
 
 const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const CacheBlockRef& block,
                                                 std::uint64_t epoch, std::int64_t depth_tokens,
-                                                const BlockUse& use) {
+                                                BoundaryKind kind, const BlockUse& use) {
   Ensure(key.group == group_, "a key of another group was published");
   Ensure(static_cast<bool>(block), "a hole was published");
   const auto found = entries_.find(key);
@@ -47,6 +63,7 @@ const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const Cache
     CacheEntry& entry = found->second;
     const CacheBlockRef held = entry.block;  // leaves the eviction order before the rank changes
     entry.epoch = std::max(entry.epoch, epoch);
+    entry.kind = std::max(entry.kind, kind);
     entry.use.RaiseTo(use);
     return entry.block;
   }
@@ -56,9 +73,13 @@ const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const Cache
                                                    .block = block,
                                                    .epoch = epoch,
                                                    .depth_tokens = depth_tokens,
+                                                   .closure = closure_,
+                                                   .kind = kind,
+                                                   .was_hit = false,
                                                    .use = use,
                                                    .place = {}})
                           .first->second;
+  ++num_publications_;
   entry_by_block_id_[static_cast<std::size_t>(block.block_id())] = &entry;
   pool_.Watch(entry.block);
   return entry.block;
@@ -68,6 +89,7 @@ void PrefixCacheIndex::Touch(const CacheEntry& entry, std::uint64_t epoch, const
   CacheEntry& held = *EntryOf(entry.block.block_id());
   Ensure(!held.place, "an evictable entry was touched without being held");
   held.epoch = std::max(held.epoch, epoch);
+  held.was_hit = true;
   held.use.RaiseTo(use);
 }
 
