@@ -97,6 +97,7 @@ class Node:
                 token_budget=self.chance.choice((5, 9, 64)),
                 cache_groups=self.groups,
                 max_ready_ungranted=3,
+                eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
             )
         )
 

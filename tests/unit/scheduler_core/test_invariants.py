@@ -69,6 +69,7 @@ class Driver:
             token_budget=9,
             cache_groups=self.groups,
             max_ready_ungranted=3,
+            eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
         )
         self.scheduler = sc.Scheduler(config)
 
