@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-python check lint format bench-mesh bench-scheduler clean
+.PHONY: help setup runtime build demo test test-cpp test-python check lint format bench-mesh bench-scheduler bench-trace clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 
 bench-scheduler: setup ## CPU time per scheduled request
 	@$(BIN)/python bench/bench_scheduler.py
+
+bench-trace: setup ## prefix hit rates and speed on public request traces (TRACES=folder)
+	@$(BIN)/python bench/bench_trace.py $(if $(TRACES),--traces $(TRACES))
 
 clean: ## remove everything that was built
 	rm -rf .venv build

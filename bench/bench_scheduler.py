@@ -10,7 +10,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -45,20 +45,40 @@ def cpu_us(action: Callable[[], object]) -> float:
     return (time.process_time_ns() - begin) / 1000
 
 
-def build(num_lcm_blocks: int, max_batch_size: int = 1024) -> sc.Scheduler:
-    group = sc.CacheGroupConfig(
-        group_id="full",
+FULL_GROUP = sc.CacheGroupConfig(
+    group_id="full",
+    family=sc.Family.HISTORY,
+    retention=sc.Retention.FULL_HISTORY,
+    block_granularity=GRAIN_TOKENS,
+)
+ALL_KINDS = (
+    FULL_GROUP,
+    sc.CacheGroupConfig(
+        group_id="sliding",
         family=sc.Family.HISTORY,
+        retention=sc.Retention.SLIDING_WINDOW,
+        block_granularity=GRAIN_TOKENS,
+        sliding_window_tokens=1024,
+    ),
+    sc.CacheGroupConfig(
+        group_id="state",
+        family=sc.Family.STATE,
         retention=sc.Retention.FULL_HISTORY,
         block_granularity=GRAIN_TOKENS,
-    )
+    ),
+)
+
+
+def build(
+    num_lcm_blocks: int, max_batch_size: int = 1024, groups: Sequence[sc.CacheGroupConfig] = (FULL_GROUP,)
+) -> sc.Scheduler:
     config = sc.SchedulerConfig(
         role=sc.Role.FUSED,
         prefix_granularity=GRAIN_TOKENS,
         num_lcm_blocks=num_lcm_blocks,
         max_batch_size=max_batch_size,
         token_budget=2**30,
-        cache_groups=[group],
+        cache_groups=list(groups),
     )
     return sc.Scheduler(config)
 
@@ -89,10 +109,17 @@ class DecodeLoad:
     results: list[sc.ResultEvent]
 
     @classmethod
-    def start(cls, num_requests: int, num_steps: int, spare_blocks: int = 0) -> DecodeLoad:
+    def start(
+        cls,
+        num_requests: int,
+        num_steps: int,
+        spare_blocks: int = 0,
+        groups: Sequence[sc.CacheGroupConfig] = (FULL_GROUP,),
+    ) -> DecodeLoad:
         context_tokens = 4096
         blocks = -(-(context_tokens + num_steps + 2) // GRAIN_TOKENS)
-        scheduler = build(num_requests * blocks + spare_blocks, max_batch_size=num_requests + 1)
+        num_lcm_blocks = num_requests * blocks * len(groups) + spare_blocks
+        scheduler = build(num_lcm_blocks, max_batch_size=num_requests + 1, groups=groups)
         names = [f"request-{number:024d}" for number in range(num_requests)]
         for number, name in enumerate(names):
             submit(scheduler, name, prompt(number, context_tokens), max_new_tokens=num_steps + 1)
@@ -108,17 +135,18 @@ class DecodeLoad:
 
 def decode_steps() -> Iterator[Row]:
     num_steps = 192
-    for num_requests in (64, 256, 1024):
-        load = DecodeLoad.start(num_requests, num_steps)
-        total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])  # type: ignore[misc]
-        yield Row(
-            bench="plan_and_advance",
-            case=f"{num_requests} decoding at 4k context",
-            value=total_us / num_steps / num_requests,
-            unit="us per request per step",
-            goal=1.0,
-            better="lower",
-        )
+    for groups, kinds, goal in (((FULL_GROUP,), "full", 1.0), (ALL_KINDS, "full + sliding + state", 2.5)):
+        for num_requests in (64, 256, 1024):
+            load = DecodeLoad.start(num_requests, num_steps, groups=groups)
+            total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])  # type: ignore[misc]
+            yield Row(
+                bench="plan_and_advance",
+                case=f"{num_requests} decoding at 4k context, {kinds}",
+                value=total_us / num_steps / num_requests,
+                unit="us per request per step",
+                goal=goal,
+                better="lower",
+            )
 
 
 def plan_hand_over() -> Iterator[Row]:

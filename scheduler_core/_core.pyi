@@ -50,6 +50,17 @@ class Retention(enum.Enum):
 
     SLIDING_WINDOW = 1
 
+class EvictionPolicy(enum.Enum):
+    """Which cached blocks go first."""
+
+    LRU = 0
+    """least recently used"""
+
+    AGED_FREQUENCY = 1
+    """
+    least frequently used, with dynamic aging and a memory of evicted prefixes
+    """
+
 class CacheGroupConfig:
     """One attention structure of the model."""
 
@@ -82,7 +93,7 @@ class CacheGroupConfig:
 class SchedulerConfig:
     """Everything a scheduler is built from."""
 
-    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0) -> None: ...
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU) -> None: ...
 
     def validate(self) -> None:
         """
@@ -118,6 +129,9 @@ class SchedulerConfig:
 
     @property
     def overlap_depth(self) -> int: ...
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy: ...
 
 class ResultEvent:
     """
@@ -280,6 +294,24 @@ class Plan:
     @property
     def logits_wanted(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', writable=False)]:
         """uint8[num_rows], 1 on the last chunk of a prompt and on decode rows"""
+
+    @property
+    def checkpoint_tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """
+        int32[num_rows], position inside the row up to which a state is computed as well, 0 for none; its slot is (checkpoint_tokens - 1) // block_granularity
+        """
+
+    @property
+    def state_input_slots(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """
+        per group: int32[num_rows], the table slot whose state a row continues from, -1 for none; empty for history groups
+        """
+
+    @property
+    def state_output_slots(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
+        """
+        per group: int32[num_rows], the table slot a row leaves its final state in; empty for history groups
+        """
 
     @property
     def token_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:

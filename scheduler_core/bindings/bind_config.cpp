@@ -26,6 +26,10 @@ void BindEnums(nb::module_& module) {
   nb::enum_<Retention>(module, "Retention", "Which blocks of a group a request keeps.")
       .value("FULL_HISTORY", Retention::kFullHistory)
       .value("SLIDING_WINDOW", Retention::kSlidingWindow);
+  nb::enum_<EvictionPolicy>(module, "EvictionPolicy", "Which cached blocks go first.")
+      .value("LRU", EvictionPolicy::kLru, "least recently used")
+      .value("AGED_FREQUENCY", EvictionPolicy::kAgedFrequency,
+             "least frequently used, with dynamic aging and a memory of evicted prefixes");
 }
 
 void BindGroup(nb::module_& module) {
@@ -64,7 +68,8 @@ void BindSchedulerConfig(nb::module_& module) {
           [](SchedulerConfig* self, Role role, std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
              std::int32_t max_batch_size, std::int32_t token_budget,
              std::vector<CacheGroupConfig> cache_groups, bool enable_prefix_cache,
-             std::int32_t max_ready_ungranted, std::int32_t verify_width, std::int32_t overlap_depth) {
+             std::int32_t max_ready_ungranted, std::int32_t verify_width, std::int32_t overlap_depth,
+             EvictionPolicy eviction_policy) {
             new (self) SchedulerConfig{.role = role,
                                        .prefix_granularity = prefix_granularity,
                                        .num_lcm_blocks = num_lcm_blocks,
@@ -74,11 +79,12 @@ void BindSchedulerConfig(nb::module_& module) {
                                        .enable_prefix_cache = enable_prefix_cache,
                                        .max_ready_ungranted = max_ready_ungranted,
                                        .verify_width = verify_width,
-                                       .overlap_depth = overlap_depth};
+                                       .overlap_depth = overlap_depth,
+                                       .eviction_policy = eviction_policy};
           },
           nb::kw_only(), "role"_a, "prefix_granularity"_a, "num_lcm_blocks"_a, "max_batch_size"_a,
           "token_budget"_a, "cache_groups"_a, "enable_prefix_cache"_a = true, "max_ready_ungranted"_a = 64,
-          "verify_width"_a = 1, "overlap_depth"_a = 0)
+          "verify_width"_a = 1, "overlap_depth"_a = 0, "eviction_policy"_a = EvictionPolicy::kLru)
       .def("validate", &SchedulerConfig::Validate,
            "Raises ConfigError naming the field, its value and the limit, and the group if there is one.")
       .def_ro("role", &SchedulerConfig::role)
@@ -90,7 +96,8 @@ void BindSchedulerConfig(nb::module_& module) {
       .def_ro("enable_prefix_cache", &SchedulerConfig::enable_prefix_cache)
       .def_ro("max_ready_ungranted", &SchedulerConfig::max_ready_ungranted)
       .def_ro("verify_width", &SchedulerConfig::verify_width)
-      .def_ro("overlap_depth", &SchedulerConfig::overlap_depth);
+      .def_ro("overlap_depth", &SchedulerConfig::overlap_depth)
+      .def_ro("eviction_policy", &SchedulerConfig::eviction_policy);
 }
 
 }  // namespace

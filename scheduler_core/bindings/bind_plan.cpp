@@ -89,6 +89,19 @@ void BindPlan(nb::module_& module) {
             return Flags(Of(self).logits_wanted.data(), {Of(self).logits_wanted.size()}, self);
           },
           "uint8[num_rows], 1 on the last chunk of a prompt and on decode rows")
+      .def_prop_ro("checkpoint_tokens", &ColumnOf<&Plan::checkpoint_tokens>,
+                   "int32[num_rows], position inside the row up to which a state is computed as well, 0 for "
+                   "none; its slot is (checkpoint_tokens - 1) // block_granularity")
+      .def_prop_ro(
+          "state_input_slots",
+          [](PlanHandle self) { return Int32Arrays(ViewsOf(Of(self).state_input_slots, self)); },
+          "per group: int32[num_rows], the table slot whose state a row continues from, -1 for none; empty "
+          "for history groups")
+      .def_prop_ro(
+          "state_output_slots",
+          [](PlanHandle self) { return Int32Arrays(ViewsOf(Of(self).state_output_slots, self)); },
+          "per group: int32[num_rows], the table slot a row leaves its final state in; empty for history "
+          "groups")
       .def_prop_ro("token_ids", &ColumnOf<&Plan::token_ids>,
                    "int32[sum(input_lengths)], inputs of all rows in row order")
       .def_prop_ro("block_tables", &BlockTablesOf,

@@ -18,6 +18,11 @@ RequestProgress Grains(std::span<const Digest> digests, std::int32_t first, std:
   return {.digests = digests, .first_grain = first, .end_grain = end};
 }
 
+// The same growth of every group, none of which promises blocks.
+std::vector<GroupDemand> Everywhere(const CacheCoordinator& coordinator, const DenseGrowth& growth) {
+  return std::vector<GroupDemand>(static_cast<std::size_t>(coordinator.num_groups()), {.extent = growth});
+}
+
 // P=8 with groups of g=4 and g=2.
 std::unique_ptr<CacheCoordinator> TwoGroups(std::int32_t num_lcm_blocks) {
   return std::make_unique<CacheCoordinator>(
@@ -31,8 +36,9 @@ TEST(CacheCoordinator, AHitIsWhatEveryGroupBacks) {
   const auto coordinator = TwoGroups(64);
   const std::vector<Digest> digests = ChainOf(1, 4);
   auto tables = coordinator->MakeTables();
-  const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 4),
-                                                 {.extent_tokens = 32, .reserve_tokens = 0});
+  const auto admission =
+      coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 4),
+                              Everywhere(*coordinator, {.extent_tokens = 32, .reserve_tokens = 0}));
   ASSERT_TRUE(admission);
   EXPECT_EQ(tables[0].num_slots(), 8);
   EXPECT_EQ(tables[1].num_slots(), 16);
@@ -47,8 +53,9 @@ TEST(CacheCoordinator, ProbingChangesNothing) {
   const std::vector<Digest> digests = ChainOf(1, 2);
   {
     auto tables = coordinator->MakeTables();
-    const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 2),
-                                                   {.extent_tokens = 16, .reserve_tokens = 0});
+    const auto admission =
+        coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 2),
+                                Everywhere(*coordinator, {.extent_tokens = 16, .reserve_tokens = 0}));
     coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 2));
   }
   const std::uint64_t version = coordinator->capacity_version();
@@ -65,18 +72,21 @@ TEST(CacheCoordinator, AFailedAdmissionChangesNothing) {
   const std::vector<Digest> digests = ChainOf(1, 1);
   {
     auto tables = coordinator->MakeTables();
-    const auto admission = coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 1),
-                                                   {.extent_tokens = 8, .reserve_tokens = 0});
+    const auto admission =
+        coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 1),
+                                Everywhere(*coordinator, {.extent_tokens = 8, .reserve_tokens = 0}));
     coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 1));
   }
   const std::uint64_t version = coordinator->capacity_version();
   auto tables = coordinator->MakeTables();
   const PrefixProbe probe = coordinator->ProbePrefix(digests, 1);
-  EXPECT_FALSE(coordinator->AdmitFirst(tables, probe, {.extent_tokens = 80, .reserve_tokens = 0}));
+  EXPECT_FALSE(coordinator->AdmitFirst(tables, probe,
+                                       Everywhere(*coordinator, {.extent_tokens = 80, .reserve_tokens = 0})));
   EXPECT_EQ(tables[0].num_slots(), 0);
   EXPECT_EQ(coordinator->capacity_version(), version);
   EXPECT_EQ(coordinator->num_cached_lcm_blocks(), 4);
-  EXPECT_TRUE(coordinator->AdmitFirst(tables, probe, {.extent_tokens = 8, .reserve_tokens = 0}))
+  EXPECT_TRUE(coordinator->AdmitFirst(tables, probe,
+                                      Everywhere(*coordinator, {.extent_tokens = 8, .reserve_tokens = 0})))
       << "the probe serves a retry";
 }
 
@@ -86,14 +96,17 @@ TEST(CacheCoordinator, HitsAreProtectedFromTheirOwnAdmission) {
   const std::vector<Digest> digests = ChainOf(1, 3);
   {
     auto tables = coordinator.MakeTables();
-    const auto admission = coordinator.AdmitFirst(tables, PrefixProbe{.hit_tokens = 0, .entries = {{}}},
-                                                  {.extent_tokens = 12, .reserve_tokens = 0});
+    const auto admission =
+        coordinator.AdmitFirst(tables, PrefixProbe{.hits = {{}}},
+                               Everywhere(coordinator, {.extent_tokens = 12, .reserve_tokens = 0}));
     coordinator.Publish(tables, admission->epoch, Grains(digests, 0, 3));
   }
   auto tables = coordinator.MakeTables();
   const PrefixProbe probe = coordinator.ProbePrefix(digests, 2);
-  EXPECT_FALSE(coordinator.AdmitFirst(tables, probe, {.extent_tokens = 12, .reserve_tokens = 0}));
-  const auto admission = coordinator.AdmitFirst(tables, probe, {.extent_tokens = 8, .reserve_tokens = 0});
+  EXPECT_FALSE(coordinator.AdmitFirst(tables, probe,
+                                      Everywhere(coordinator, {.extent_tokens = 12, .reserve_tokens = 0})));
+  const auto admission = coordinator.AdmitFirst(
+      tables, probe, Everywhere(coordinator, {.extent_tokens = 8, .reserve_tokens = 0}));
   ASSERT_TRUE(admission);
   EXPECT_TRUE(std::ranges::equal(tables[0].block_ids(), std::vector<std::int32_t>{1, 2, 4, 3}));
 }
@@ -104,14 +117,133 @@ TEST(CacheCoordinator, PublishingADuplicateDropsItForTheCanonicalBlock) {
   const std::vector<Digest> digests = ChainOf(1, 1);
   auto first = coordinator.MakeTables();
   auto second = coordinator.MakeTables();
-  const PrefixProbe none{.hit_tokens = 0, .entries = {{}}};
-  const auto first_admission = coordinator.AdmitFirst(first, none, {.extent_tokens = 4, .reserve_tokens = 0});
-  const auto second_admission =
-      coordinator.AdmitFirst(second, none, {.extent_tokens = 4, .reserve_tokens = 0});
+  const PrefixProbe none{.hits = {{}}};
+  const auto first_admission =
+      coordinator.AdmitFirst(first, none, Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
+  const auto second_admission = coordinator.AdmitFirst(
+      second, none, Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
   coordinator.Publish(first, first_admission->epoch, Grains(digests, 0, 1));
   coordinator.Publish(second, second_admission->epoch, Grains(digests, 0, 1));
   EXPECT_EQ(second[0].block_ids()[0], first[0].block_ids()[0]);
   EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 3);
+}
+
+// One request at a time on one group with a block per grain of four tokens.
+class AgedCache {
+ public:
+  explicit AgedCache(std::int32_t num_lcm_blocks)
+      : coordinator(4, num_lcm_blocks,
+                    {{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1}},
+                    EvictionPolicy::kAgedFrequency) {}
+
+  Admission Admit(std::vector<BlockTable>& tables, const std::vector<Digest>& digests) {
+    const auto num_grains = static_cast<std::int32_t>(digests.size());
+    const PrefixProbe probe = coordinator.ProbePrefix(digests, num_grains);
+    return *coordinator.AdmitFirst(
+        tables, probe,
+        Everywhere(coordinator, {.extent_tokens = 4 * num_grains - probe.hit_tokens, .reserve_tokens = 0}));
+  }
+  void Publish(std::vector<BlockTable>& tables, const Admission& admission, std::span<const Digest> digests) {
+    RequestProgress progress = Grains(digests, 0, static_cast<std::int32_t>(digests.size()));
+    progress.uses = &admission.uses;
+    coordinator.Publish(tables, admission.epoch, progress);
+  }
+  void Serve(const std::vector<Digest>& digests) {
+    auto tables = coordinator.MakeTables();
+    Publish(tables, Admit(tables, digests), digests);
+  }
+  std::vector<std::uint64_t> Values() const {
+    std::vector<std::uint64_t> values;
+    for (const CacheEntry* entry : coordinator.group(0).index.eviction_order()) {
+      values.push_back(entry->use.value);
+    }
+    return values;
+  }
+  std::uint64_t level() const { return coordinator.aged_frequency()->level(); }
+  std::int64_t num_ghosts() const { return coordinator.aged_frequency()->num_ghosts(); }
+
+  CacheCoordinator coordinator;
+};
+
+using Values = std::vector<std::uint64_t>;
+
+TEST(AgedFrequencyInTheCache, UsesAddValueAndVictimsRaiseTheLevel) {
+  AgedCache cache(4);
+  cache.Serve(ChainOf(1, 2));
+  EXPECT_EQ(cache.Values(), (Values{1, 1}));
+  cache.Serve(ChainOf(1, 1));  // the first block is used once more
+  EXPECT_EQ(cache.Values(), (Values{1, 3}));
+  cache.Serve(ChainOf(2, 3));  // takes the two empty blocks and the once-used one
+  EXPECT_EQ(cache.level(), 1u);
+  EXPECT_EQ(cache.Values(), (Values{1, 1, 1, 3})) << "the level was still 0 when it was admitted";
+  cache.Serve(ChainOf(3, 1));
+  EXPECT_EQ(cache.Values(), (Values{1, 1, 2, 3}));
+}
+
+TEST(AgedFrequencyInTheCache, AChainThatComesBackStartsWithTheUsesOfItsGhost) {
+  AgedCache cache(2);
+  cache.Serve(ChainOf(1, 2));
+  cache.Serve(ChainOf(2, 2));
+  EXPECT_EQ(cache.num_ghosts(), 1) << "the end of the prompt, not the grain before it";
+  cache.Serve(ChainOf(1, 2));
+  EXPECT_EQ(cache.level(), 1u);
+  EXPECT_EQ(cache.Values(), (Values{4, 4})) << "level 1, and one use for both grains";
+  EXPECT_EQ(cache.num_ghosts(), 1) << "that of the second prompt; the first is published again";
+}
+
+TEST(AgedFrequencyInTheCache, WhatIsPublishedLateIsWorthWhatItWasAtItsAdmission) {
+  AgedCache cache(4);
+  auto tables = cache.coordinator.MakeTables();
+  const std::vector<Digest> late = ChainOf(1, 2);
+  const Admission admission = cache.Admit(tables, late);
+  for (const std::int32_t content : {2, 3, 4}) {
+    cache.Serve(ChainOf(content, 2));
+  }
+  EXPECT_EQ(cache.level(), 1u);
+  cache.Publish(tables, admission, late);
+  tables.clear();
+  EXPECT_EQ(cache.Values(), (Values{1, 1, 2, 2}));
+}
+
+TEST(AgedFrequencyInTheCache, AFailedAdmissionCountsNoUse) {
+  AgedCache cache(2);
+  cache.Serve(ChainOf(1, 2));
+  auto tables = cache.coordinator.MakeTables();
+  const std::vector<Digest> digests = ChainOf(1, 2);
+  EXPECT_FALSE(
+      cache.coordinator.AdmitFirst(tables, cache.coordinator.ProbePrefix(digests, 2),
+                                   Everywhere(cache.coordinator, {.extent_tokens = 4, .reserve_tokens = 0})));
+  EXPECT_EQ(cache.Values(), (Values{1, 1}));
+  EXPECT_EQ(cache.level(), 0u);
+}
+
+TEST(AgedFrequencyInTheCache, PublishingADuplicateAddsNoUse) {
+  AgedCache cache(4);
+  const std::vector<Digest> digests = ChainOf(1, 1);
+  auto first = cache.coordinator.MakeTables();
+  auto second = cache.coordinator.MakeTables();
+  const Admission first_admission = cache.Admit(first, digests);
+  const Admission second_admission = cache.Admit(second, digests);
+  cache.Publish(first, first_admission, digests);
+  cache.Publish(second, second_admission, digests);
+  first.clear();
+  second.clear();
+  EXPECT_EQ(cache.Values(), (Values{1}));
+}
+
+TEST(CacheCoordinator, LruNotesNothingButEpochs) {
+  const auto coordinator = TwoGroups(64);
+  const std::vector<Digest> digests = ChainOf(1, 2);
+  auto tables = coordinator->MakeTables();
+  const auto admission =
+      coordinator->AdmitFirst(tables, coordinator->ProbePrefix(digests, 2),
+                              Everywhere(*coordinator, {.extent_tokens = 16, .reserve_tokens = 0}));
+  coordinator->Publish(tables, admission->epoch, Grains(digests, 0, 2));
+  tables.clear();
+  for (const CacheEntry* entry : coordinator->group(0).index.eviction_order()) {
+    EXPECT_EQ(entry->use.value, 0u);
+  }
+  EXPECT_EQ(coordinator->aged_frequency(), nullptr);
 }
 
 TEST(CacheCoordinator, ClearsOnlyWhenNobodyHoldsACachedBlock) {
@@ -120,8 +252,9 @@ TEST(CacheCoordinator, ClearsOnlyWhenNobodyHoldsACachedBlock) {
   const std::vector<Digest> digests = ChainOf(1, 1);
   {
     auto tables = coordinator.MakeTables();
-    const auto admission = coordinator.AdmitFirst(tables, PrefixProbe{.hit_tokens = 0, .entries = {{}}},
-                                                  {.extent_tokens = 4, .reserve_tokens = 0});
+    const auto admission =
+        coordinator.AdmitFirst(tables, PrefixProbe{.hits = {{}}},
+                               Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
     coordinator.Publish(tables, admission->epoch, Grains(digests, 0, 1));
     EXPECT_FALSE(coordinator.CanClear());
   }

@@ -34,5 +34,30 @@ TEST(GroupGeometry, OneTokenPerBlockIsAsGoodAsAnyOther) {
   EXPECT_EQ(geometry.PlanAcquire(0, {.extent_tokens = 5, .reserve_tokens = 1}).num_blocks, 6);
 }
 
+TEST(GroupGeometry, BlocksExpireWhenNoLaterQuerySeesThem) {
+  const GroupGeometry sliding(2, 2, AttentionKind::kSlidingWindow, 4);
+  const std::vector<std::pair<std::int64_t, std::int64_t>> expired = {
+      {4, 0}, {5, 1}, {6, 1}, {7, 2}, {11, 4}};
+  for (const auto& [num_computed, num_blocks] : expired) {
+    EXPECT_EQ(sliding.ExpiredBlocksAt(num_computed), num_blocks) << num_computed;
+  }
+  EXPECT_EQ(GroupGeometry(4, 4, AttentionKind::kState).ExpiredBlocksAt(16), 3);
+  EXPECT_EQ(GroupGeometry(4, 4).ExpiredBlocksAt(1000), 0);
+}
+
+TEST(GroupGeometry, ASuffixLeavesHolesBelowItsFirstSlot) {
+  const GroupGeometry geometry(4, 2, AttentionKind::kSlidingWindow, 4);
+  const AcquirePlan plan =
+      geometry.PlanSuffix(4, {.first_slot = 6, .extent_tokens = 16, .reserve_tokens = 1});
+  EXPECT_EQ(plan.num_holes, 2);
+  EXPECT_EQ(plan.num_blocks, 3);
+  EXPECT_EQ(plan.tail_room, 2);
+  const AcquirePlan nothing =
+      geometry.PlanSuffix(9, {.first_slot = 6, .extent_tokens = 17, .reserve_tokens = 1});
+  EXPECT_EQ(nothing.num_holes, 0);
+  EXPECT_EQ(nothing.num_blocks, 0);
+  EXPECT_EQ(nothing.tail_room, 1);
+}
+
 }  // namespace
 }  // namespace pdmesh

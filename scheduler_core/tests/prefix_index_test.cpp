@@ -76,6 +76,23 @@ TEST_F(PrefixIndexTest, OldEpochsGoFirstAndDeepBlocksBeforeShallowOnes) {
   EXPECT_EQ(EvictionOrder(), (std::vector<std::int32_t>{3, 4, 2, 1}));
 }
 
+TEST_F(PrefixIndexTest, ASmallerValueGoesFirstWhateverTheEpoch) {
+  index_.Register(Key(1), Block(), 1, 4, BoundaryKind::kChunk, {.value = 7});  // block 1
+  index_.Register(Key(2), Block(), 2, 4, BoundaryKind::kChunk, {.value = 5});  // block 2
+  index_.Register(Key(3), Block(), 3, 4, BoundaryKind::kChunk, {.value = 5});  // block 3
+  EXPECT_EQ(EvictionOrder(), (std::vector<std::int32_t>{2, 3, 1}));
+}
+
+TEST_F(PrefixIndexTest, TouchingAndPublishingAgainOnlyRaiseAUse) {
+  const CacheBlockRef held = Block();
+  index_.Register(Key(1), held, 1, 4, BoundaryKind::kChunk, {.value = 5, .uses = 2, .is_remembered = true});
+  index_.Touch(*index_.Find(Key(1)), 2, {.value = 7, .uses = 3});
+  index_.Register(Key(1), held, 1, 4, BoundaryKind::kChunk, {.value = 6});
+  EXPECT_EQ(index_.Find(Key(1))->use.value, 7u);
+  EXPECT_EQ(index_.Find(Key(1))->use.uses, 3);
+  EXPECT_TRUE(index_.Find(Key(1))->use.is_remembered);
+}
+
 TEST_F(PrefixIndexTest, ATouchedEntryMovesToItsNewEpoch) {
   index_.Register(Key(1), Block(), 1, 4);
   index_.Register(Key(2), Block(), 2, 4);
@@ -100,8 +117,8 @@ TEST_F(PrefixIndexTest, FullAttentionMatchesFromTheLeftToTheFirstMiss) {
   for (const std::int64_t slot : {0, 1, 2, 4, 5}) {
     index_.Register(keys.KeyOf(digests, slot), Block(), 1, slot);
   }
-  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 3).size(), 3u);
-  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 1).size(), 2u)
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 3).entries.size(), 3u);
+  EXPECT_EQ(FullAttentionMatcher::Match(index_, keys, digests, 1).entries.size(), 2u)
       << "bounded by the grains asked for";
 }
 

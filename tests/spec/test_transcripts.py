@@ -63,22 +63,15 @@ class Player:
         return self.scheduler
 
     def _build(self, words: list[str]) -> str:
-        fields = dict(word.split("=") for word in words)
+        fields = dict(word.split("=", 1) for word in words)
         groups = [group.split(":") for group in fields.pop("groups").split(",")]
         role = sc.Role[fields.pop("role").upper()]
+        policy = sc.EvictionPolicy[fields.pop("eviction_policy", "lru").upper()]
         self.group_ids = [name for name, *_ in groups]
         config = sc.SchedulerConfig(
             role=role,
-            cache_groups=[
-                sc.CacheGroupConfig(
-                    group_id=name,
-                    family=sc.Family.HISTORY,
-                    retention=sc.Retention.FULL_HISTORY,
-                    block_granularity=int(block_granularity),
-                    cache_blocks_per_lcm_block=int(packing),
-                )
-                for name, block_granularity, packing in groups
-            ],
+            eviction_policy=policy,
+            cache_groups=[_group_of(*group) for group in groups],
             **{name: int(value) for name, value in fields.items()},
         )
         self.scheduler = sc.Scheduler(config)
@@ -121,6 +114,19 @@ class Player:
         return ""
 
 
+def _group_of(name: str, block_granularity: str, packing: str, kind: str = "full") -> sc.CacheGroupConfig:
+    """`name:block_granularity:packing`, and `:state` or `:window=N` for groups that do not keep every row."""
+    kind, _, window_tokens = kind.partition("=")
+    return sc.CacheGroupConfig(
+        group_id=name,
+        family=sc.Family.STATE if kind == "state" else sc.Family.HISTORY,
+        retention=sc.Retention.SLIDING_WINDOW if kind == "window" else sc.Retention.FULL_HISTORY,
+        block_granularity=int(block_granularity),
+        cache_blocks_per_lcm_block=int(packing),
+        sliding_window_tokens=int(window_tokens) if window_tokens else None,
+    )
+
+
 def _tokens_of(word: str) -> range | list[int]:
     first, dots, last = word.partition("..")
     return range(int(first), int(last) + 1) if dots else [int(first)]
@@ -158,6 +164,19 @@ def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
         logits = " logits" if plan.logits_wanted[row] else ""
         yield f"row {request_id} slot={plan.request_slots[row]} {kind} [{begin},{begin + length}){logits}"
         yield f"  tokens {' '.join(map(str, tokens))} | {tables}"
+        yield from _states_of(plan, row, group_ids)
+
+
+def _states_of(plan: sc.Plan, row: int, group_ids: list[str]) -> Iterator[str]:
+    """The table slots that a row reads its state from and writes it to."""
+    parts = [
+        f"{group_id}@{'start' if inputs[row] < 0 else inputs[row]} -> @{outputs[row]}"
+        for group_id, inputs, outputs in zip(group_ids, plan.state_input_slots, plan.state_output_slots, strict=True)
+        if len(inputs)
+    ]
+    if parts:
+        checkpoint = int(plan.checkpoint_tokens[row])
+        yield f"  state {' '.join(parts)}" + (f" and a snapshot at {checkpoint}" if checkpoint else "")
 
 
 def _cases_of(text: str) -> Iterator[tuple[list[str], list[str], str]]:
@@ -187,4 +206,5 @@ def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
 
 
 def test_there_are_transcripts_to_play() -> None:
-    assert {path.stem for path in TRANSCRIPTS} >= {"fused", "prefill_role", "decode_role", "packing_and_eviction"}
+    wanted = {"fused", "prefill_role", "decode_role", "packing_and_eviction", "sliding_groups", "state_groups"}
+    assert {path.stem for path in TRANSCRIPTS} >= wanted

@@ -4,6 +4,18 @@
 #include <utility>
 
 namespace pdmesh {
+namespace {
+
+// The request acquires nothing any more: it is promised what it holds.
+void LowerReserve(ReserveLease& reserve, const std::vector<BlockTable>& tables) {
+  std::vector<std::int64_t> num_held;
+  for (const BlockTable& table : tables) {
+    num_held.push_back(table.num_held_blocks());
+  }
+  reserve.LowerTo(num_held);
+}
+
+}  // namespace
 
 const char* NameOf(Phase phase) {
   constexpr std::array<const char*, std::variant_size_v<RequestState>> kNames = {
@@ -72,7 +84,8 @@ HandingOver StartHandover(PrefillDone&& state) {
 }
 
 TransferHeld HoldForTransfer(Holdings holdings) {
-  return {.tables = std::move(holdings.tables)};
+  LowerReserve(holdings.reserve, holdings.tables);
+  return {.reserve = std::move(holdings.reserve), .tables = std::move(holdings.tables)};
 }
 
 Quarantined Quarantine(RemotePrefilling&& state, const std::vector<std::int32_t>& num_hit_slots) {
@@ -80,7 +93,8 @@ Quarantined Quarantine(RemotePrefilling&& state, const std::vector<std::int32_t>
   for (std::size_t group = 0; group < tables.size(); ++group) {
     tables[group].ReleaseFront(num_hit_slots[group]);
   }
-  return {.tables = std::move(tables)};
+  LowerReserve(state.holdings.reserve, tables);
+  return {.reserve = std::move(state.holdings.reserve), .tables = std::move(tables)};
 }
 
 }  // namespace pdmesh

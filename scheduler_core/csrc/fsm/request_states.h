@@ -8,7 +8,9 @@
 #include <variant>
 #include <vector>
 
+#include "cache/coordinator/block_reserve.h"
 #include "cache/core/block_table.h"
+#include "cache/prefix/aged_frequency.h"
 #include "fsm/slot_pool.h"
 
 namespace pdmesh {
@@ -16,12 +18,21 @@ namespace pdmesh {
 // Everything a request holds between its first admission and its end.
 struct Holdings {
   SlotLease slot;
+  ReserveLease reserve;            // outlives the tables
   std::vector<BlockTable> tables;  // by group
   std::uint64_t epoch = 0;
+  PromptUses uses;
   std::int32_t num_hit_tokens = 0;
   std::int32_t num_computed_tokens =
       0;  // prompt and completion tokens whose rows are written or being written
   std::int32_t num_published_grains = 0;  // hits included
+  // Where a prompt is stopped because others share it up to there; 0 for nowhere.
+  std::int32_t promotion_tokens = 0;
+  // The newest grain boundary that a chunk or landing reached, its kind, and where a state was computed into
+  // a block, 0 for nowhere.
+  std::int32_t boundary_tokens = 0;
+  BoundaryKind boundary_kind = BoundaryKind::kChunk;
+  std::int32_t checkpoint_tokens = 0;
 };
 
 struct AwaitingReady {};  // decode role: the peer has not started
@@ -47,9 +58,11 @@ struct HandingOver {  // prefill role: the transfer reads the blocks until the p
   Holdings holdings;
 };
 struct TransferHeld {  // prefill role: ended, but the transfer still reads the blocks
+  ReserveLease reserve;
   std::vector<BlockTable> tables;
 };
 struct Quarantined {  // decode role: ended, but a peer may still write into the blocks
+  ReserveLease reserve;
   std::vector<BlockTable> tables;
 };
 struct Finished {};

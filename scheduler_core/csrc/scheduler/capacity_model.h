@@ -1,37 +1,73 @@
 // CapacityModel: how much storage one request can ever need, and the longest request the pool can hold.
 //
-// The one home of these formulas: submission checks and start-up reports read them here. Answers depend on
-// the configuration only, never on what is allocated at the moment.
+// The one home of these formulas: what an admission demands of each group, what a submission is checked
+// against and what a pool is sized by are read here. Answers depend on the configuration only, never on what
+// is allocated at the moment.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "cache/coordinator/group_geometry.h"
+#include "cache/coordinator/cache_coordinator.h"
 #include "scheduler/config.h"
 
 namespace pdmesh {
+
+// A stretch of a prompt that one admission is for.
+struct PromptSpan {
+  std::int64_t begin_tokens;  // what lies before is computed or cached
+  std::int64_t end_tokens;
+  std::int64_t num_prompt_tokens;
+  std::int64_t num_needed_tokens;  // TokensToReserve
+  bool is_local;                   // computed here, in chunks; else a peer fills all of it
+
+  bool completes_prompt() const { return end_tokens == num_prompt_tokens; }
+};
 
 class CapacityModel {
  public:
   // REQUIRES: config.Validate() passes.
   explicit CapacityModel(const SchedulerConfig& config);
 
-  // Parents that a lone request of `num_tokens` occupies.
+  // Parents that a lone request of `num_tokens` occupies at most.
   std::int64_t LcmBlocksFor(std::int64_t num_tokens) const;
+  // Blocks of one group that it holds at most at one time.
+  std::int64_t BlocksFor(std::size_t group, std::int64_t num_tokens) const;
+  // Blocks of one group that `num_requests` of up to `context_tokens` hold at most, `num_tokens` in all.
+  std::int64_t ConcurrentBlocksFor(std::size_t group, std::int64_t num_requests, std::int64_t num_tokens,
+                                   std::int64_t context_tokens) const;
   // Largest request (prompt and completion) that fits the pool when nothing else is in it.
   std::int32_t max_request_tokens() const { return max_request_tokens_; }
   // Tokens that an admitted request reserves for its whole life.
   std::int64_t TokensToReserve(std::int64_t num_prompt_tokens, std::int64_t max_new_tokens) const;
 
+  // By group: what a first admission secures, and what a later chunk takes of it.
+  std::vector<GroupDemand> FirstDemands(const PromptSpan& span) const;
+  std::vector<Extent> NextExtents(const PromptSpan& span) const;
+  // By group: the most a request holds once its prompt is computed, 0 for full groups.
+  const std::vector<std::int64_t>& held_while_decoding() const { return held_while_decoding_; }
+
  private:
+  std::int64_t HeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
+                          std::int64_t num_needed_tokens, bool is_local) const;
+  std::int64_t HeldWhileDecoding(const GroupGeometry& geometry) const;
+  std::int64_t WindowHeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
+                                bool is_local) const;
+  std::int64_t StatesHeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
+                                bool is_local) const;
+  std::int64_t StateReserveTokens(const GroupGeometry& geometry) const;
+  Extent ExtentOf(const GroupGeometry& geometry, const PromptSpan& span) const;
   std::int32_t LargestFittingRequest() const;
 
   Role role_;
-  std::int32_t verify_width_;
+  std::int64_t prefix_granularity_;
+  std::int64_t token_budget_;
+  std::int64_t verify_width_;
+  bool enable_prefix_cache_;
   std::int32_t num_lcm_blocks_;
   std::vector<GroupGeometry> geometries_;  // by group
   std::vector<std::int32_t> packing_;      // by group
+  std::vector<std::int64_t> held_while_decoding_;
   std::int32_t max_request_tokens_;
 };
 

@@ -36,11 +36,8 @@ void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
 }
 
 void ValidateSupported(const std::string& name, const CacheGroupConfig& group) {
-  if (group.family == Family::kState) {
-    Refuse(name + ".family: state groups are not supported yet");
-  }
-  if (group.retention == Retention::kSlidingWindow) {
-    Refuse(name + ".retention: sliding_window groups are not supported yet");
+  if (group.replayable) {
+    Refuse(name + ".replayable: replayed groups are not supported yet");
   }
   if (group.shard_count != 1) {
     Refuse(name + ".shard_count must be 1 (sharded groups are not supported yet), got " +
@@ -62,12 +59,24 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   RequireAtLeast(name + ".shard_count", group.shard_count, 1);
   ValidateKind(name, group);
   ValidateSupported(name, group);
+  if (group.family == Family::kState && config.token_budget < config.prefix_granularity) {
+    Refuse("token_budget " + std::to_string(config.token_budget) + " must be at least prefix_granularity " +
+           std::to_string(config.prefix_granularity) + " beside the state group " + name +
+           ", whose chunks end on grain boundaries");
+  }
   const std::int64_t num_slots =
       (std::int64_t{config.num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
   if (num_slots > std::numeric_limits<std::int32_t>::max()) {
     Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
            " with num_lcm_blocks " + std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
   }
+}
+
+AttentionKind KindOf(const CacheGroupConfig& group) {
+  if (group.family == Family::kState) {
+    return AttentionKind::kState;
+  }
+  return group.retention == Retention::kSlidingWindow ? AttentionKind::kSlidingWindow : AttentionKind::kFull;
 }
 
 }  // namespace
@@ -86,6 +95,14 @@ void SchedulerConfig::Validate() const {
     Refuse("overlap_depth must be 0 (overlapped plans are not supported yet), got " +
            std::to_string(overlap_depth));
   }
+  if (eviction_policy != EvictionPolicy::kLru && eviction_policy != EvictionPolicy::kAgedFrequency) {
+    Refuse("eviction_policy must be lru or aged_frequency, got " +
+           std::to_string(static_cast<int>(eviction_policy)));
+  }
+  if (eviction_policy != EvictionPolicy::kLru && !enable_prefix_cache) {
+    Refuse("eviction_policy " + std::string(NameOf(eviction_policy)) +
+           " needs enable_prefix_cache: without it nothing is ever evicted");
+  }
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }
@@ -103,7 +120,9 @@ std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
   for (const CacheGroupConfig& group : config.cache_groups) {
     specs.push_back({.group_id = group.group_id,
                      .block_granularity = group.block_granularity,
-                     .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block});
+                     .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
+                     .kind = KindOf(group),
+                     .window_tokens = group.sliding_window_tokens.value_or(0)});
   }
   return specs;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cache/coordinator/cache_group.h"
+#include "cache/prefix/eviction_policy.h"
 #include "role.h"
 
 namespace pdmesh {
@@ -36,6 +37,7 @@ struct SchedulerConfig {
   std::int32_t max_ready_ungranted = 64;  // prefill role: started prompts that no peer has granted yet
   std::int32_t verify_width = 1;          // tokens a decode row feeds
   std::int32_t overlap_depth = 0;         // plans built ahead of the newest landed result
+  EvictionPolicy eviction_policy = EvictionPolicy::kLru;  // needs the prefix cache unless it is LRU
 
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.

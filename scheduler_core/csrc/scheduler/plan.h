@@ -44,8 +44,15 @@ struct Plan {
   std::vector<std::int32_t> begins;           // position of the row's first input token
   std::vector<std::int32_t> prefill_lengths;  // whole prompt length, 0 on decode rows
   std::vector<std::uint8_t> logits_wanted;    // 1 on the last chunk of a prompt and on decode rows
-  std::vector<std::int32_t> token_ids;        // inputs of all rows, concatenated in row order
-  std::vector<BlockTableRows> block_tables;   // by group; 0 = hole, -1 = padding behind a row's last slot
+  // Position inside the row up to which a state is computed into a block of its own as well, 0 for none. Its
+  // slot is (checkpoint_tokens - 1) / block_granularity.
+  std::vector<std::int32_t> checkpoint_tokens;
+  std::vector<std::int32_t> token_ids;       // inputs of all rows, concatenated in row order
+  std::vector<BlockTableRows> block_tables;  // by group; 0 = hole, -1 = padding behind a row's last slot
+  // By group, [num_rows] each for state groups and empty for others: the table slots that a row continues
+  // from, -1 at the beginning of a prompt, and leaves its final state in.
+  std::vector<std::vector<std::int32_t>> state_input_slots;
+  std::vector<std::vector<std::int32_t>> state_output_slots;
   std::vector<std::vector<std::int32_t>> zero_blocks;  // by group: fresh blocks, each once
   std::vector<RemotePrefill> remote_prefills;
   std::vector<Handover> handovers;

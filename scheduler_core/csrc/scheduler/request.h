@@ -16,6 +16,7 @@ namespace pdmesh {
 // A first admission that failed. It cannot succeed before blocks come free or its cached prefix grows.
 struct BlockedAdmission {
   std::uint64_t capacity_version;
+  std::uint64_t publication_version;
   std::int32_t num_hit_grains;
 };
 

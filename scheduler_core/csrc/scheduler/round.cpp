@@ -7,10 +7,13 @@
 
 namespace pdmesh {
 
-Round::Round(std::int32_t num_groups, std::int32_t max_num_rows, std::int32_t token_budget)
-    : num_free_rows_(max_num_rows), num_budget_tokens_(token_budget) {
-  plan_.zero_blocks.resize(static_cast<std::size_t>(num_groups));
-  plan_.block_tables.resize(static_cast<std::size_t>(num_groups));
+Round::Round(const RowLayout& layout, std::int32_t max_num_rows, std::int32_t token_budget)
+    : layout_(layout), num_free_rows_(max_num_rows), num_budget_tokens_(token_budget) {
+  const std::size_t num_groups = layout.state_granularity.size();
+  plan_.zero_blocks.resize(num_groups);
+  plan_.block_tables.resize(num_groups);
+  plan_.state_input_slots.resize(num_groups);
+  plan_.state_output_slots.resize(num_groups);
 }
 
 void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens) {
@@ -40,7 +43,8 @@ Plan Round::Build() && {
   plan_.num_prefill_rows = static_cast<std::int32_t>(rows.size());
   rows.insert(rows.end(), decode_rows_.begin(), decode_rows_.end());
   plan_.num_rows = static_cast<std::int32_t>(rows.size());
-  for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.prefill_lengths}) {
+  for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.prefill_lengths,
+                       &plan_.checkpoint_tokens}) {
     column->reserve(rows.size());
   }
   plan_.request_ids.reserve(rows.size());
@@ -63,6 +67,20 @@ void Round::LayOutRow(const Row& row) {
   plan_.logits_wanted.push_back(end == request.num_tokens() ? 1 : 0);
   plan_.token_ids.insert(plan_.token_ids.end(), request.tokens.begin() + row.begin,
                          request.tokens.begin() + end);
+  LayOutStates(row);
+}
+
+void Round::LayOutStates(const Row& row) {
+  const std::int32_t end = row.begin + row.num_input_tokens;
+  const std::int32_t checkpoint = end / layout_.prefix_granularity * layout_.prefix_granularity;
+  const bool is_internal = layout_.has_state && row.is_prefill && row.begin < checkpoint && checkpoint < end;
+  plan_.checkpoint_tokens.push_back(is_internal ? checkpoint : 0);
+  for (std::size_t group = 0; group < layout_.state_granularity.size(); ++group) {
+    if (const std::int32_t granularity = layout_.state_granularity[group]; granularity > 0) {
+      plan_.state_input_slots[group].push_back(row.begin > 0 ? (row.begin - 1) / granularity : -1);
+      plan_.state_output_slots[group].push_back((end - 1) / granularity);
+    }
+  }
 }
 
 void Round::LayOutTables(const std::vector<Row>& rows) {

@@ -9,9 +9,16 @@
 
 namespace pdmesh {
 
+// What the rows of a plan are laid out by.
+struct RowLayout {
+  std::int32_t prefix_granularity;
+  std::vector<std::int32_t> state_granularity;  // by group: of a state group, 0 for others
+  bool has_state = false;
+};
+
 class Round {
  public:
-  Round(std::int32_t num_groups, std::int32_t max_num_rows, std::int32_t token_budget);
+  Round(const RowLayout& layout, std::int32_t max_num_rows, std::int32_t token_budget);
 
   std::int32_t num_free_rows() const { return num_free_rows_; }
   std::int32_t num_budget_tokens() const { return num_budget_tokens_; }
@@ -42,8 +49,10 @@ class Round {
   };
 
   void LayOutRow(const Row& row);
+  void LayOutStates(const Row& row);
   void LayOutTables(const std::vector<Row>& rows);
 
+  const RowLayout& layout_;
   Plan plan_;
   std::int32_t num_free_rows_;
   std::int32_t num_budget_tokens_;

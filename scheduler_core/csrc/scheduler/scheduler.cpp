@@ -23,6 +23,16 @@ std::int32_t NumSlots(const SchedulerConfig& config) {
       std::min<std::int64_t>(num_slots, std::numeric_limits<std::int32_t>::max()));
 }
 
+RowLayout LayoutOf(const SchedulerConfig& config) {
+  RowLayout layout{.prefix_granularity = config.prefix_granularity, .state_granularity = {}};
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    const bool is_state = group.family == Family::kState;
+    layout.state_granularity.push_back(is_state ? group.block_granularity : 0);
+    layout.has_state |= is_state;
+  }
+  return layout;
+}
+
 [[noreturn]] void RefuseRequest(const RequestSpec& spec, const std::string& why) {
   throw SubmitError("request \"" + spec.request_id + "\": " + why);
 }
@@ -32,7 +42,9 @@ std::int32_t NumSlots(const SchedulerConfig& config) {
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(Validated(config)),
       capacity_model_(config_),
-      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_)),
+      row_layout_(LayoutOf(config_)),
+      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
+                   config_.eviction_policy),
       slots_(NumSlots(config_)) {}
 
 void Scheduler::CheckSpec(const RequestSpec& spec) const {

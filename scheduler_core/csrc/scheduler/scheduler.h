@@ -72,7 +72,7 @@ class Scheduler {
 
  private:
   using RequestQueue = std::set<Request*, BySubmission>;
-  enum class AdmitOutcome : std::uint8_t { kAdmitted, kBlocked };
+  enum class AdmitOutcome : std::uint8_t { kAdmitted, kBlocked, kNoRoom };
 
   // Submission.
   void CheckSpec(const RequestSpec& spec) const;
@@ -91,7 +91,10 @@ class Scheduler {
   // Rounds.
   void ListFinished(Round& round);
   void PlanHandovers(Round& round);
-  void PlanDecodes(Round& round, std::int32_t cost_tokens_per_row);
+  void PlanFused(Round& round);
+  bool HasPrefillToRun() const;
+  // Leaves `num_spared_tokens` of the budget.
+  void PlanDecodes(Round& round, std::int32_t cost_tokens_per_row, std::int32_t num_spared_tokens);
   void PlanPrefills(Round& round);
   bool PlanResidentChunks(Round& round);
   void PlanNewPrompts(Round& round);
@@ -100,16 +103,21 @@ class Scheduler {
   void PlanRemoteAdmissions(Round& round);
 
   // One request.
-  void PlanChunk(Round& round, Request& request);
+  bool PlanChunk(Round& round, Request& request);
+  void PlanDecodeRow(Round& round, Request& request, std::int32_t cost_tokens);
+  std::int32_t ChunkTokens(const Request& request, std::int32_t begin, std::int32_t num_budget_tokens,
+                           std::int32_t promotion_tokens) const;
+  PromptSpan SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local) const;
+  void NoteComputed(const Request& request, Holdings& holdings, std::int32_t end, bool is_local) const;
   AdmitOutcome AdmitPrompt(Round& round, Request& request);
   void GrantRemote(Round& round, Request& request, const Holdings& holdings) const;
   std::optional<Holdings> AdmitFirst(Round& round, Request& request, bool is_local);
+  std::int32_t FirstChunkTokens(const Round& round, const Request& request, const PrefixProbe& probe,
+                                bool is_local) const;
   std::optional<Holdings> AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
                                       bool is_local);
-  PrefixProbe Probe(Request& request);
-  bool IsStillBlocked(const Request& request) const;
-  // What a first admission of the request reserves behind its hits.
-  std::int64_t TokensBehind(const Request& request, std::int64_t hit_tokens) const;
+  PrefixProbe Probe(Request& request, bool is_local);
+  bool IsStillBlocked(const Request& request, bool is_local) const;
   void PublishPending(Request& request, Holdings& holdings);
   RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
 
@@ -122,6 +130,7 @@ class Scheduler {
 
   const SchedulerConfig config_;
   CapacityModel capacity_model_;
+  RowLayout row_layout_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
   SlotPool slots_;                                                      // outlives the requests' leases
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked

@@ -34,7 +34,7 @@ class AdmissionLine {
 }  // namespace
 
 Plan Scheduler::NextPlan() {
-  Round round(coordinator_.num_groups(), config_.max_batch_size, config_.token_budget);
+  Round round(row_layout_, config_.max_batch_size, config_.token_budget);
   ListFinished(round);
   switch (config_.role) {
     case Role::kPrefill:
@@ -45,8 +45,7 @@ Plan Scheduler::NextPlan() {
       PlanDecodeRole(round);
       break;
     case Role::kFused:
-      PlanDecodes(round, config_.verify_width);
-      PlanPrefills(round);
+      PlanFused(round);
       break;
   }
   return std::move(round).Build();
@@ -68,23 +67,55 @@ void Scheduler::PlanHandovers(Round& round) {
   }
 }
 
-void Scheduler::PlanDecodes(Round& round, std::int32_t cost_tokens_per_row) {
+// Decodes first, so that a long prompt cannot starve them. Beside a state group a chunk needs a grain of
+// budget to get anywhere, so that much is left to it; what it does not use goes to further decodes.
+void Scheduler::PlanFused(Round& round) {
+  const bool spares_a_grain = row_layout_.has_state && HasPrefillToRun();
+  PlanDecodes(round, config_.verify_width, spares_a_grain ? config_.prefix_granularity : 0);
+  PlanPrefills(round);
+  if (spares_a_grain) {
+    PlanDecodes(round, config_.verify_width, 0);
+  }
+}
+
+bool Scheduler::HasPrefillToRun() const {
+  const RequestQueue& resident = QueueOf(Phase::kPrefilling);
+  if (!resident.empty()) {
+    return !(*resident.begin())->OwesResult();
+  }
+  const RequestQueue& waiting = QueueOf(Phase::kWaiting);
+  return slots_.has_free_slot() &&
+         std::any_of(waiting.begin(), waiting.end(),
+                     [this](const Request* request) { return !IsStillBlocked(*request, /*is_local=*/true); });
+}
+
+void Scheduler::PlanDecodes(Round& round, std::int32_t cost_tokens_per_row, std::int32_t num_spared_tokens) {
   for (Request* request : QueueOf(Phase::kDecoding)) {
-    if (round.num_free_rows() == 0 || round.num_budget_tokens() < cost_tokens_per_row) {
+    if (round.num_free_rows() == 0 || round.num_budget_tokens() - num_spared_tokens < cost_tokens_per_row) {
       return;
     }
-    if (!request->CanDecode()) {
-      continue;
+    if (request->CanDecode()) {
+      PlanDecodeRow(round, *request, cost_tokens_per_row);
     }
-    if (auto* done = std::get_if<PrefillDone>(&request->state)) {
-      request->state = StartDecoding(std::move(*done));  // the same line, so no queue changes
-    }
-    auto& decoding = std::get<Decoding>(request->state);
-    PublishPending(*request, decoding.holdings);
-    coordinator_.ConsumeReserve(decoding.holdings.tables, config_.verify_width);
-    decoding.owes_result = true;
-    round.AddDecodeRow(*request, cost_tokens_per_row);
   }
+}
+
+void Scheduler::PlanDecodeRow(Round& round, Request& request, std::int32_t cost_tokens) {
+  auto* done = std::get_if<PrefillDone>(&request.state);
+  const bool is_first = done != nullptr;
+  if (is_first) {
+    request.state = StartDecoding(std::move(*done));  // the same line, so no queue changes
+  }
+  auto& decoding = std::get<Decoding>(request.state);
+  Holdings& holdings = decoding.holdings;
+  PublishPending(request, holdings);
+  coordinator_.Step(holdings.tables, holdings.num_computed_tokens, config_.verify_width,
+                    round.plan().zero_blocks);
+  if (is_first && coordinator_.has_open_group()) {
+    holdings.reserve.LowerTo(capacity_model_.held_while_decoding());  // there will be no more chunks
+  }
+  decoding.owes_result = true;
+  round.AddDecodeRow(request, cost_tokens);
 }
 
 void Scheduler::PlanPrefills(Round& round) {
@@ -101,8 +132,7 @@ bool Scheduler::PlanResidentChunks(Round& round) {
     if (request.OwesResult() || !round.has_room()) {
       return false;
     }
-    PlanChunk(round, request);
-    if (request.phase() == Phase::kPrefilling) {
+    if (!PlanChunk(round, request) || request.phase() == Phase::kPrefilling) {
       return false;
     }
   }
@@ -119,7 +149,11 @@ void Scheduler::PlanNewPrompts(Round& round) {
     if (!round.has_room() || !slots_.has_free_slot() || !may_start) {
       return;
     }
-    if (AdmitPrompt(round, request) == AdmitOutcome::kAdmitted) {
+    const AdmitOutcome outcome = AdmitPrompt(round, request);
+    if (outcome == AdmitOutcome::kNoRoom) {
+      return;
+    }
+    if (outcome == AdmitOutcome::kAdmitted) {
       line.NoteAdmitted();
       if (request.phase() == Phase::kPrefilling) {
         return;
@@ -138,7 +172,7 @@ void Scheduler::PlanDecodeRole(Round& round) {
     last_round_was_local_prefill_ = true;
     return;
   }
-  PlanDecodes(round, 0);
+  PlanDecodes(round, 0, 0);
   PlanRemoteAdmissions(round);
   if (is_turn_of_others && !round.has_work()) {
     last_round_was_local_prefill_ = PlanOneLocalPrefill(round);
@@ -197,40 +231,94 @@ void Scheduler::GrantRemote(Round& round, Request& request, const Holdings& hold
                       .block_ids = {}};
   for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
     const GroupGeometry& geometry = coordinator_.group(group).geometry;
-    const std::int32_t first_slot = holdings.num_hit_tokens / geometry.block_granularity();
+    const std::int64_t first_slot =
+        geometry.FirstLandingSlot(holdings.num_hit_tokens, request.num_prompt_tokens);
     const auto end_slot = static_cast<std::ptrdiff_t>(geometry.BlocksFor(request.num_prompt_tokens));
     const std::span<const std::int32_t> ids = holdings.tables[static_cast<std::size_t>(group)].block_ids();
-    grant.first_slots.push_back(first_slot);
+    grant.first_slots.push_back(static_cast<std::int32_t>(first_slot));
     grant.block_ids.emplace_back(ids.begin() + first_slot, ids.begin() + end_slot);
   }
   round.plan().remote_prefills.push_back(std::move(grant));
 }
 
-// The next chunk of an admitted prompt. REQUIRES: the round has room and no result is owed.
-void Scheduler::PlanChunk(Round& round, Request& request) {
+// Input tokens of the next chunk, 0 if the round has too little budget left for one. Snapshots are taken on
+// grain boundaries, so beside a state group, and up to a boundary that others share, a chunk that does not
+// complete its prompt ends on one.
+std::int32_t Scheduler::ChunkTokens(const Request& request, std::int32_t begin,
+                                    std::int32_t num_budget_tokens, std::int32_t promotion_tokens) const {
+  const bool is_promotion_ahead = promotion_tokens > begin;
+  std::int32_t end = std::min(request.num_prompt_tokens, begin + num_budget_tokens);
+  if (is_promotion_ahead) {
+    end = std::min(end, promotion_tokens);
+  }
+  if (end < request.num_prompt_tokens && (row_layout_.has_state || is_promotion_ahead)) {
+    end = end / config_.prefix_granularity * config_.prefix_granularity;
+  }
+  return std::max(0, end - begin);
+}
+
+PromptSpan Scheduler::SpanOf(const Request& request, std::int32_t begin, std::int32_t end,
+                             bool is_local) const {
+  return {
+      .begin_tokens = begin,
+      .end_tokens = end,
+      .num_prompt_tokens = request.num_prompt_tokens,
+      .num_needed_tokens = capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens),
+      .is_local = is_local};
+}
+
+// The prompt is computed up to `end`, or will be when it has landed. A chunk leaves a snapshot on the last
+// grain boundary it reached; a peer sends the final state alone.
+void Scheduler::NoteComputed(const Request& request, Holdings& holdings, std::int32_t end,
+                             bool is_local) const {
+  const std::int32_t boundary = end / config_.prefix_granularity * config_.prefix_granularity;
+  const std::int32_t last_boundary =
+      request.num_prompt_tokens / config_.prefix_granularity * config_.prefix_granularity;
+  const bool has_snapshot = is_local ? boundary > holdings.num_computed_tokens : boundary == end;
+  holdings.checkpoint_tokens = has_snapshot ? boundary : 0;
+  holdings.boundary_tokens = boundary;
+  holdings.boundary_kind = boundary == last_boundary ? BoundaryKind::kEndpoint : BoundaryKind::kChunk;
+  if (is_local && end == holdings.promotion_tokens) {
+    holdings.boundary_kind = BoundaryKind::kPromoted;
+  }
+  if (end >= holdings.promotion_tokens) {
+    holdings.promotion_tokens = 0;
+  }
+  holdings.num_computed_tokens = end;
+}
+
+// The next chunk of an admitted prompt. False if it gets none in this round.
+// REQUIRES: the round has room and no result is owed.
+bool Scheduler::PlanChunk(Round& round, Request& request) {
   auto& prefilling = std::get<Prefilling>(request.state);
   Holdings& holdings = prefilling.holdings;
   const std::int32_t begin = holdings.num_computed_tokens;
-  const std::int32_t chunk = std::min(request.num_prompt_tokens - begin, round.num_budget_tokens());
+  const std::int32_t chunk =
+      ChunkTokens(request, begin, round.num_budget_tokens(), holdings.promotion_tokens);
+  if (chunk == 0) {
+    return false;
+  }
   const RequestProgress progress = ProgressOf(request, holdings);
-  const DenseGrowth growth{.extent_tokens = chunk, .reserve_tokens = 0};
-  const auto admission = coordinator_.AdmitNext(holdings.tables, holdings.epoch, progress, growth);
+  const auto admission = coordinator_.AdmitNext(
+      holdings.tables, holdings.epoch, progress, begin,
+      capacity_model_.NextExtents(SpanOf(request, begin, begin + chunk, /*is_local=*/true)));
   Ensure(admission.has_value(), "a resident chunk had to wait for memory that its admission reserved");
   holdings.num_published_grains = progress.end_grain;
   round.AddZeroBlocks(admission->fresh_ids);
-  holdings.num_computed_tokens = begin + chunk;
+  NoteComputed(request, holdings, begin + chunk, /*is_local=*/true);
   prefilling.owes_result = true;
   round.AddPrefillRow(request, begin, chunk);
   if (holdings.num_computed_tokens == request.num_prompt_tokens) {
     SetState(request, CompletePrompt(std::move(prefilling)));
   }
+  return true;
 }
 
 // The first chunk of a waiting prompt. REQUIRES: the round has room and a slot is free.
 Scheduler::AdmitOutcome Scheduler::AdmitPrompt(Round& round, Request& request) {
   std::optional<Holdings> holdings = AdmitFirst(round, request, /*is_local=*/true);
   if (!holdings) {
-    return AdmitOutcome::kBlocked;
+    return request.blocked ? AdmitOutcome::kBlocked : AdmitOutcome::kNoRoom;
   }
   const std::int32_t begin = holdings->num_hit_tokens;
   const std::int32_t chunk = holdings->num_computed_tokens - begin;
@@ -243,38 +331,53 @@ Scheduler::AdmitOutcome Scheduler::AdmitPrompt(Round& round, Request& request) {
 }
 
 // Secures everything the request can ever need. A local prompt computes its first chunk in this round, a
-// remote one is filled whole by the peer.
+// remote one is filled whole by the peer. If it does not fit the request is marked as blocked; if only the
+// budget of the round is too small it is not.
 std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bool is_local) {
-  if (IsStillBlocked(request)) {
+  if (IsStillBlocked(request, is_local)) {
     return std::nullopt;
   }
-  const PrefixProbe probe = Probe(request);
+  const PrefixProbe probe = Probe(request, is_local);
+  if (FirstChunkTokens(round, request, probe, is_local) == 0) {
+    request.blocked.reset();
+    return std::nullopt;
+  }
   std::optional<Holdings> holdings = AdmitBehind(round, request, probe, is_local);
   if (!holdings && probe.hit_tokens > 0) {
     // Hits pin the parents they lie in, more of them than a compact table would take. A prompt near the bound
     // could wait for those for ever, in an idle pool too, so it is tried without its hits.
-    holdings = AdmitBehind(round, request, coordinator_.ProbePrefix({}, 0), is_local);
+    const PrefixProbe none = coordinator_.ProbePrefix({}, 0);
+    if (FirstChunkTokens(round, request, none, is_local) > 0) {
+      holdings = AdmitBehind(round, request, none, is_local);
+    }
   }
   if (holdings) {
     request.blocked.reset();
   } else {
     request.blocked = {
         .capacity_version = coordinator_.capacity_version(),
+        .publication_version = coordinator_.publication_version(),
         .num_hit_grains = static_cast<std::int32_t>(probe.hit_tokens) / config_.prefix_granularity};
   }
   return holdings;
+}
+
+std::int32_t Scheduler::FirstChunkTokens(const Round& round, const Request& request, const PrefixProbe& probe,
+                                         bool is_local) const {
+  const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
+  const auto promotion_tokens = static_cast<std::int32_t>(probe.closed_tokens);
+  return is_local ? ChunkTokens(request, hit_tokens, round.num_budget_tokens(), promotion_tokens)
+                  : request.num_prompt_tokens - hit_tokens;
 }
 
 // Admits behind the hits of `probe` if it fits.
 std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
                                                bool is_local) {
   const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
-  const std::int32_t left = request.num_prompt_tokens - hit_tokens;
-  const std::int32_t computed_now = is_local ? std::min(left, round.num_budget_tokens()) : left;
-  const std::int64_t needed = TokensBehind(request, hit_tokens);
+  const std::int32_t end = hit_tokens + FirstChunkTokens(round, request, probe, is_local);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  const auto admission = coordinator_.AdmitFirst(
-      tables, probe, {.extent_tokens = computed_now, .reserve_tokens = needed - computed_now});
+  auto admission = coordinator_.AdmitFirst(
+      tables, probe, capacity_model_.FirstDemands(SpanOf(request, hit_tokens, end, is_local)));
   if (!admission) {
     return std::nullopt;
   }
@@ -283,41 +386,48 @@ std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& requ
                                      .device_hit_tokens = hit_tokens,
                                      .host_hit_tokens = 0,
                                      .storage_hit_tokens = 0});
-  return Holdings{.slot = slots_.Lease(),
-                  .tables = std::move(tables),
-                  .epoch = admission->epoch,
-                  .num_hit_tokens = hit_tokens,
-                  .num_computed_tokens = hit_tokens + computed_now,
-                  .num_published_grains = hit_tokens / config_.prefix_granularity};
+  Holdings holdings{.slot = slots_.Lease(),
+                    .reserve = std::move(admission->reserve),
+                    .tables = std::move(tables),
+                    .epoch = admission->epoch,
+                    .uses = admission->uses,
+                    .num_hit_tokens = hit_tokens,
+                    .num_computed_tokens = hit_tokens,
+                    .num_published_grains = hit_tokens / config_.prefix_granularity};
+  if (is_local && probe.closed_tokens > probe.hit_tokens) {
+    holdings.promotion_tokens = static_cast<std::int32_t>(probe.closed_tokens);
+  }
+  NoteComputed(request, holdings, end, is_local);
+  return holdings;
 }
 
 // The last prompt token is never taken from the cache: computing it gives the first logits.
-PrefixProbe Scheduler::Probe(Request& request) {
+PrefixProbe Scheduler::Probe(Request& request, bool is_local) {
   const std::int32_t num_grains =
       config_.enable_prefix_cache ? (request.num_prompt_tokens - 1) / config_.prefix_granularity : 0;
   request.chain.ExtendTo(request.tokens, num_grains);
-  return coordinator_.ProbePrefix(request.chain.digests(), num_grains);
+  return coordinator_.ProbePrefix(request.chain.digests(), num_grains,
+                                  is_local ? ProbeScope::kAllGroups : ProbeScope::kHistoryGroups);
 }
 
-bool Scheduler::IsStillBlocked(const Request& request) const {
+bool Scheduler::IsStillBlocked(const Request& request, bool is_local) const {
   if (!request.blocked) {
     return false;
   }
   const std::int32_t next_grain = request.blocked->num_hit_grains;
   const bool can_grow = config_.enable_prefix_cache &&
-                        next_grain < (request.num_prompt_tokens - 1) / config_.prefix_granularity;
-  if (can_grow && coordinator_.HasGrain(request.chain.digests(), next_grain)) {
+                        next_grain < (request.num_prompt_tokens - 1) / config_.prefix_granularity &&
+                        request.blocked->publication_version != coordinator_.publication_version();
+  if (can_grow && coordinator_.HasClosedGrain(request.chain.digests(), next_grain)) {
     return false;
   }
+  if (request.blocked->capacity_version == coordinator_.capacity_version()) {
+    return true;
+  }
   // It has no more hits than when it failed, so what could not fit behind those fits behind none.
-  return request.blocked->capacity_version == coordinator_.capacity_version() ||
-         !coordinator_.CouldAdmit(
-             {.extent_tokens = TokensBehind(request, std::int64_t{next_grain} * config_.prefix_granularity),
-              .reserve_tokens = 0});
-}
-
-std::int64_t Scheduler::TokensBehind(const Request& request, std::int64_t hit_tokens) const {
-  return capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens) - hit_tokens;
+  const std::int32_t hit_tokens = next_grain * config_.prefix_granularity;
+  return !coordinator_.CouldAdmit(
+      capacity_model_.FirstDemands(SpanOf(request, hit_tokens, request.num_prompt_tokens, is_local)));
 }
 
 void Scheduler::PublishPending(Request& request, Holdings& holdings) {
@@ -336,7 +446,11 @@ RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings) cons
   return {.digests = request.chain.digests(),
           .first_grain = first_grain,
           .end_grain = std::max(first_grain, end_grain),
-          .keeps_duplicates = config_.role == Role::kPrefill};
+          .kind = end_grain * config_.prefix_granularity == holdings.boundary_tokens ? holdings.boundary_kind
+                                                                                     : BoundaryKind::kChunk,
+          .state_checkpoint_tokens = holdings.checkpoint_tokens,
+          .keeps_duplicates = config_.role == Role::kPrefill,
+          .uses = &holdings.uses};
 }
 
 }  // namespace pdmesh

@@ -49,12 +49,22 @@ std::string Scheduler::Describe() const {
          " active=" + std::to_string(gauges.active_lcm_blocks) +
          " cached=" + std::to_string(gauges.cached_lcm_blocks) +
          " quarantined=" + std::to_string(gauges.quarantined_lcm_blocks) + "\n";
+  if (const AgedFrequency* policy = coordinator_.aged_frequency()) {
+    out += std::string("eviction ") + NameOf(config_.eviction_policy) +
+           " level=" + std::to_string(policy->level()) + " ghosts=" + std::to_string(policy->num_ghosts()) +
+           "\n";
+  }
   for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
     const CacheGroup& described = coordinator_.group(group);
     out += "group " + described.spec.group_id +
            " free_slots=" + std::to_string(coordinator_.pool().num_free_slots(group)) +
            " entries=" + std::to_string(described.index.num_entries()) +
-           " evictable=" + std::to_string(described.index.num_evictable()) + "\n";
+           " evictable=" + std::to_string(described.index.num_evictable());
+    if (!described.is_closed()) {
+      out += " promised=" + std::to_string(coordinator_.reserve().num_promised(group)) +
+             " kept=" + std::to_string(coordinator_.reserve().num_kept(group));
+    }
+    out += "\n";
   }
   std::set<const Request*, BySubmission> by_age;
   for (const RequestQueue& queue : queues_) {
@@ -75,6 +85,9 @@ void Scheduler::DescribeRequest(const Request& request, std::string& out) const 
            " hit=" + std::to_string(holdings->num_hit_tokens) +
            " computed=" + std::to_string(holdings->num_computed_tokens) +
            " published_grains=" + std::to_string(holdings->num_published_grains);
+    if (holdings->promotion_tokens > 0) {
+      out += " promotion=" + std::to_string(holdings->promotion_tokens);
+    }
   }
   out += request.OwesResult() ? " owes_result\n" : "\n";
   const std::vector<BlockTable>* tables = TablesOf(request.state);

@@ -20,6 +20,35 @@ def full_group(
     )
 
 
+def sliding_group(
+    group_id: str = "sliding",
+    *,
+    window_tokens: int,
+    block_granularity: int = 4,
+    cache_blocks_per_lcm_block: int = 1,
+) -> sc.CacheGroupConfig:
+    return sc.CacheGroupConfig(
+        group_id=group_id,
+        family=sc.Family.HISTORY,
+        retention=sc.Retention.SLIDING_WINDOW,
+        block_granularity=block_granularity,
+        cache_blocks_per_lcm_block=cache_blocks_per_lcm_block,
+        sliding_window_tokens=window_tokens,
+    )
+
+
+def state_group(
+    group_id: str = "state", *, block_granularity: int = 4, cache_blocks_per_lcm_block: int = 1
+) -> sc.CacheGroupConfig:
+    return sc.CacheGroupConfig(
+        group_id=group_id,
+        family=sc.Family.STATE,
+        retention=sc.Retention.FULL_HISTORY,
+        block_granularity=block_granularity,
+        cache_blocks_per_lcm_block=cache_blocks_per_lcm_block,
+    )
+
+
 def scheduler_config(
     role: sc.Role = sc.Role.FUSED,
     *,
@@ -30,6 +59,7 @@ def scheduler_config(
     cache_groups: Sequence[sc.CacheGroupConfig] | None = None,
     enable_prefix_cache: bool = True,
     max_ready_ungranted: int = 64,
+    eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
         role=role,
@@ -40,6 +70,7 @@ def scheduler_config(
         cache_groups=[full_group()] if cache_groups is None else list(cache_groups),
         enable_prefix_cache=enable_prefix_cache,
         max_ready_ungranted=max_ready_ungranted,
+        eviction_policy=eviction_policy,
     )
 
 

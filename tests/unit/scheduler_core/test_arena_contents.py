@@ -1,9 +1,9 @@
 """What the blocks hold: random histories on a simulated arena, whose every read must find what was written for it.
 
-A row of the arena is stood for by the tokens up to its position, so that a read of a block that was never written, was
-given to someone else or holds another prefix is seen. Peers copy late, as a data plane does: a copy out of a prefill
-node reads the blocks that were posted for it, and a granted block of a failed handoff may still be written until it is
-quiet. Every history ends by itself: nothing that was submitted waits for ever.
+A row of the arena is stood for by the tokens up to its position, a state by the tokens it sums up, so that a read of a
+block that was never written, was given to someone else or holds another prefix is seen. Peers copy late, as a data
+plane does: a copy out of a prefill node reads the blocks that were posted for it, and a granted block of a failed
+handoff may still be written until it is quiet. Every history ends by itself: nothing that was submitted waits for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import scheduler_core as sc
 
-from .builders import full_group, scheduler_config, spec
+from .builders import full_group, scheduler_config, sliding_group, spec, state_group
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -30,7 +30,24 @@ GROUP_MIXES = (
         full_group("fine", block_granularity=2, cache_blocks_per_lcm_block=8),
         full_group("coarse", block_granularity=4),
     ],
+    [full_group(), sliding_group(window_tokens=6, block_granularity=2)],
+    [
+        sliding_group("near", window_tokens=3, block_granularity=1, cache_blocks_per_lcm_block=4),
+        full_group(cache_blocks_per_lcm_block=2),
+        sliding_group("far", window_tokens=9, block_granularity=4),
+    ],
+    [sliding_group("only", window_tokens=5, block_granularity=2, cache_blocks_per_lcm_block=2)],
+    [full_group(), state_group(block_granularity=4)],
+    [full_group(block_granularity=2), state_group(block_granularity=1, cache_blocks_per_lcm_block=3)],
+    [
+        state_group(block_granularity=2),
+        sliding_group(window_tokens=1),
+        full_group(cache_blocks_per_lcm_block=3),
+    ],
+    [state_group("only", block_granularity=2)],
 )
+
+LONGEST_PROMPT_TOKENS = 60
 
 Row = tuple[int, ...]  # all tokens up to and including the row's
 
@@ -75,11 +92,12 @@ class Node:
         self.scheduler = sc.Scheduler(
             scheduler_config(
                 self.role,
-                num_lcm_blocks=self.chance.randint(8, 16),
+                num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.groups) - 1),
                 max_batch_size=3,
                 token_budget=self.chance.choice((5, 9, 64)),
                 cache_groups=self.groups,
                 max_ready_ungranted=3,
+                eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
             )
         )
 
@@ -89,7 +107,7 @@ class Node:
         self.num_submitted += 1
         head = self.chance.choice(self.prompts) if self.prompts and self.chance.random() < 0.7 else []
         tail = [self.chance.randrange(3) for _ in range(self.chance.choice((1, 2, 4, 8, 30)))]
-        longest = self.scheduler.max_request_tokens - 1
+        longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - 1)
         prompt = [*head, *tail][:longest]
         max_new_tokens = self.chance.randint(0, min(5, self.scheduler.max_request_tokens - len(prompt)))
         is_remote = self.role == sc.Role.DECODE and self.chance.random() < 0.7
@@ -126,9 +144,12 @@ class Node:
         for row, request_id in enumerate(plan.request_ids):
             begin, length = int(plan.begins[row]), int(plan.input_lengths[row])
             for group, table in enumerate(plan.block_tables):
+                if self.groups[group].family == sc.Family.STATE:
+                    self._compute_state(plan, row, group)
+                    continue
                 for position in range(begin, begin + length):
                     self._write(group, table[row].tolist(), position, request_id)
-                self.check_rows(group, table[row].tolist(), request_id, begin + length)
+                self.check_rows(group, table[row].tolist(), request_id, begin, begin + length)
             if self.role == sc.Role.PREFILL:
                 self._post(request_id, begin + length)
         events: list[sc.Event] = []
@@ -142,13 +163,37 @@ class Node:
                 self.ended.add(request_id)
         self.scheduler.advance(events)
 
+    def _compute_state(self, plan: sc.Plan, row: int, group: int) -> None:
+        request_id, table = plan.request_ids[row], plan.block_tables[group][row].tolist()
+        begin, end = int(plan.begins[row]), int(plan.begins[row] + plan.input_lengths[row])
+        input_slot = int(plan.state_input_slots[group][row])
+        assert (input_slot < 0) == (begin == 0)
+        if begin:
+            self.check_state(group, table[input_slot], request_id, begin)
+        checkpoint = int(plan.checkpoint_tokens[row])
+        if checkpoint:
+            assert begin < checkpoint < end
+            self.write_state(
+                group, table[(checkpoint - 1) // self.groups[group].block_granularity], request_id, checkpoint
+            )
+        self.write_state(group, table[int(plan.state_output_slots[group][row])], request_id, end)
+
+    def write_state(self, group: int, block_id: int, request_id: str, num_tokens: int) -> None:
+        assert block_id > 0
+        self.arena[group, block_id] = [tuple(self.tokens[request_id][:num_tokens])]
+
+    def check_state(self, group: int, block_id: int, request_id: str, num_tokens: int) -> None:
+        assert self.arena[group, block_id] == [tuple(self.tokens[request_id][:num_tokens])], (request_id, group)
+
     def _write(self, group: int, table: Sequence[int], position: int, request_id: str) -> None:
         slot, offset = divmod(position, self.groups[group].block_granularity)
         self.arena[group, table[slot]][offset] = tuple(self.tokens[request_id][: position + 1])
 
-    def check_rows(self, group: int, table: Sequence[int], request_id: str, num_tokens: int) -> None:
+    def check_rows(self, group: int, table: Sequence[int], request_id: str, begin: int, num_tokens: int) -> None:
+        """Everything that queries from `begin` on can see."""
         granularity = self.groups[group].block_granularity
-        for position in range(num_tokens):
+        window = self.groups[group].sliding_window_tokens or num_tokens + begin + 1
+        for position in range(max(0, begin - window + 1), num_tokens):
             slot, offset = divmod(position, granularity)
             found = self.arena[group, table[slot]][offset]
             assert found == tuple(self.tokens[request_id][: position + 1]), (request_id, group, position)
@@ -158,12 +203,23 @@ class Node:
         peer = self.peers.setdefault(request_id, Peer(num_posted_blocks=[0] * len(self.groups)))
         is_whole = num_computed == self.limits[request_id][0]
         for group, table in enumerate(self.scheduler.block_tables(request_id)):
-            granularity = self.groups[group].block_granularity
-            end = -(-num_computed // granularity) if is_whole else num_computed // granularity
-            block_ids = table[peer.num_posted_blocks[group] : end].tolist()
+            first, end = self._slots_to_send(group, request_id, num_computed, is_whole)
+            first = max(first, peer.num_posted_blocks[group])
+            block_ids = table[first:end].tolist()
+            assert 0 not in block_ids
             rows = [list(self.arena[group, block_id]) for block_id in block_ids]
             peer.copies.append(Copy(group, block_ids, rows))
-            peer.num_posted_blocks[group] = end
+            peer.num_posted_blocks[group] = max(first, end)
+
+    def _slots_to_send(self, group: int, request_id: str, num_computed: int, is_whole: bool) -> tuple[int, int]:
+        """Completed blocks that the peer's first step can see; a state only once it is final."""
+        granularity = self.groups[group].block_granularity
+        num_prompt = self.limits[request_id][0]
+        last = (num_prompt - 1) // granularity
+        if self.groups[group].family == sc.Family.STATE:
+            return last, last + 1 if is_whole else last
+        window = self.groups[group].sliding_window_tokens or num_prompt + 1
+        return max(0, num_prompt - window + 1) // granularity, last + 1 if is_whole else num_computed // granularity
 
     def move_bytes(self) -> None:
         """One peer copies what was posted for it, or writes what it was granted."""
@@ -190,14 +246,22 @@ class Node:
         for group, (first_slot, block_ids) in enumerate(zip(grant.first_slots, grant.block_ids, strict=True)):
             granularity = self.groups[group].block_granularity
             table = [0] * first_slot + block_ids.tolist()
-            for position in range(grant.from_token, min(num_tokens, len(table) * granularity)):
+            if self.groups[group].family == sc.Family.STATE:
+                assert len(block_ids) == 1
+                self.write_state(group, table[-1], request_id, num_tokens)
+                continue
+            for position in range(max(grant.from_token, first_slot * granularity), num_tokens):
                 self._write(group, table, position, request_id)
         del self.peers[request_id]
         if request_id in self.ended:
             self.scheduler.advance([sc.QuiescedEvent(request_id)])
             return
         for group, held in enumerate(self.scheduler.block_tables(request_id)):
-            self.check_rows(group, held.tolist(), request_id, num_tokens)
+            if self.groups[group].family == sc.Family.STATE:
+                slot = (num_tokens - 1) // self.groups[group].block_granularity
+                self.check_state(group, held.tolist()[slot], request_id, num_tokens)
+            else:
+                self.check_rows(group, held.tolist(), request_id, num_tokens, num_tokens)
         self.scheduler.advance([sc.DoneEvent(request_id, 1)])
         self.tokens[request_id].append(1)
         if self.limits[request_id][1] == 1:
@@ -254,5 +318,6 @@ def test_every_read_finds_what_was_written_for_it(
 
 
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE])
-def test_the_histories_reuse_prefixes(role: sc.Role) -> None:
-    assert sum(play(role, GROUP_MIXES[1], seed, 100).num_hit_tokens for seed in range(10)) > 100
+@pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
+def test_the_histories_reuse_prefixes(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
+    assert sum(play(role, groups, seed, 100).num_hit_tokens for seed in range(10)) > 100

@@ -47,6 +47,10 @@ def test_a_sound_configuration_passes() -> None:
         ({"max_ready_ungranted": 0}, ["max_ready_ungranted", "got 0"]),
         ({"verify_width": 2}, ["verify_width", "got 2"]),
         ({"overlap_depth": 1}, ["overlap_depth", "got 1"]),
+        (
+            {"eviction_policy": sc.EvictionPolicy.AGED_FREQUENCY, "enable_prefix_cache": False},
+            ["eviction_policy aged_frequency", "enable_prefix_cache"],
+        ),
         ({"cache_groups": []}, ["cache_groups"]),
         ({"cache_groups": [_group(), _group()]}, ['"full"', "twice"]),
         ({"cache_groups": [_group(group_id="")]}, ["group_id"]),
@@ -55,14 +59,21 @@ def test_a_sound_configuration_passes() -> None:
         ({"cache_groups": [_group(cache_blocks_per_lcm_block=0)]}, ["cache_blocks_per_lcm_block", "got 0"]),
         ({"num_lcm_blocks": 2**30, "cache_groups": [_group(cache_blocks_per_lcm_block=8)]}, ["int32"]),
         ({"cache_groups": [_group(shard_count=2)]}, ["shard_count", "got 2"]),
-        ({"cache_groups": [_group(family=sc.Family.STATE)]}, ["state", "not supported"]),
+        (
+            {"token_budget": 7, "cache_groups": [_group(group_id="ssm", family=sc.Family.STATE)]},
+            ["token_budget 7", "prefix_granularity 8", '"ssm"'],
+        ),
         (
             {"cache_groups": [_group(family=sc.Family.STATE, retention=sc.Retention.SLIDING_WINDOW)]},
             ["state group", "sliding_window"],
         ),
         (
-            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4)]},
-            ["sliding_window", "not supported"],
+            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=0)]},
+            ["sliding_window_tokens", "got 0"],
+        ),
+        (
+            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True)]},
+            ["replayable", "not supported"],
         ),
         ({"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW)]}, ["sliding_window_tokens"]),
         ({"cache_groups": [_group(sliding_window_tokens=4)]}, ["sliding_window_tokens"]),
@@ -77,6 +88,13 @@ def test_a_bad_configuration_is_refused_with_its_culprit(changes: dict[str, Any]
         assert word in str(refusal.value)
     with pytest.raises(sc.ConfigError):
         sc.Scheduler(config)
+
+
+def test_lru_is_the_policy_nobody_has_to_name() -> None:
+    assert _config().eviction_policy == sc.EvictionPolicy.LRU
+    aged = _config(eviction_policy=sc.EvictionPolicy.AGED_FREQUENCY)
+    aged.validate()
+    assert aged.eviction_policy == sc.EvictionPolicy.AGED_FREQUENCY
 
 
 def test_there_is_no_default_configuration() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import scheduler_core as sc
 
-from .builders import full_group, scheduler_config, spec
+from .builders import full_group, scheduler_config, sliding_group, spec, state_group
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -25,6 +25,14 @@ GROUP_MIXES = (
         full_group("coarse", block_granularity=4),
         full_group("fine", block_granularity=1, cache_blocks_per_lcm_block=5),
     ],
+    [full_group(), sliding_group(window_tokens=5, block_granularity=2, cache_blocks_per_lcm_block=3)],
+    [
+        sliding_group("near", window_tokens=2, block_granularity=1, cache_blocks_per_lcm_block=4),
+        full_group(),
+        sliding_group("far", window_tokens=10),
+    ],
+    [full_group(), state_group(block_granularity=2, cache_blocks_per_lcm_block=2)],
+    [full_group(), sliding_group(window_tokens=4, block_granularity=2), state_group(block_granularity=1)],
 )
 
 
@@ -40,7 +48,6 @@ class Driver:
     role: sc.Role
     groups: list[sc.CacheGroupConfig]
     chance: random.Random
-    num_lcm_blocks: int = 14
     scheduler: sc.Scheduler = field(init=False)
     lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
     owed: dict[str, Owed] = field(default_factory=dict)
@@ -51,8 +58,10 @@ class Driver:
     started: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     num_submitted: int = 0
+    num_lcm_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_lcm_blocks = 14 + 6 * max(0, len(self.open_groups) + len(self.groups) - 2)
         config = scheduler_config(
             self.role,
             num_lcm_blocks=self.num_lcm_blocks,
@@ -60,8 +69,15 @@ class Driver:
             token_budget=9,
             cache_groups=self.groups,
             max_ready_ungranted=3,
+            eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
         )
         self.scheduler = sc.Scheduler(config)
+
+    @property
+    def open_groups(self) -> list[str]:
+        """Groups whose blocks expire."""
+        sliding = sc.Retention.SLIDING_WINDOW
+        return [g.group_id for g in self.groups if g.retention == sliding or g.family == sc.Family.STATE]
 
     def submit(self) -> None:
         request_id = f"r{self.num_submitted}"
@@ -166,9 +182,16 @@ class Driver:
             assert len(set(zeroed.tolist())) == len(zeroed)
         for row, request_id in enumerate(plan.request_ids):
             end = int(plan.begins[row] + plan.input_lengths[row])
-            for group, table in zip(self.groups, plan.block_tables, strict=True):
-                covered = -(-end // group.block_granularity)
-                assert all(block_id > 0 for block_id in table[row][:covered].tolist()), request_id
+            for index, (group, table) in enumerate(zip(self.groups, plan.block_tables, strict=True)):
+                begin = int(plan.begins[row])
+                if group.family == sc.Family.STATE:
+                    assert begin % 4 == 0 or row >= plan.num_prefill_rows
+                    touched = [int(plan.state_output_slots[index][row])]
+                    touched += [int(plan.state_input_slots[index][row])] if begin else []
+                else:
+                    first_seen = max(0, begin - group.sliding_window_tokens + 1) if group.sliding_window_tokens else 0
+                    touched = list(range(first_seen // group.block_granularity, -(-end // group.block_granularity)))
+                assert all(table[row][slot] > 0 for slot in touched), request_id
         if self.role == sc.Role.DECODE and plan.num_prefill_rows:
             assert plan.num_rows == 1
             assert not plan.remote_prefills
@@ -179,6 +202,8 @@ class Driver:
             reserve = 1 if self.role == sc.Role.PREFILL else max(max_new_tokens, 1)
             tables = self.scheduler.block_tables(admission.request_id)
             for group, slots_of_table in zip(self.groups, tables, strict=True):
+                if group.group_id in self.open_groups:
+                    continue
                 assert len(slots_of_table) == -(-(prompt_tokens + reserve) // group.block_granularity)
         self.started += [admission.request_id for admission in plan.admissions]
 
@@ -198,17 +223,33 @@ class Driver:
                         (quarantined if held_back else active).add(parent)
         assert all(groups.bit_count() == 1 for groups in parents.values()), "a parent serves one group"
         assert gauges.quarantined_lcm_blocks == len(quarantined)
-        assert gauges.active_lcm_blocks == len(active - quarantined)
-        assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - len(active | quarantined)
+        num_kept_parents = gauges.active_lcm_blocks - len(active - quarantined)
+        assert 0 <= num_kept_parents <= sum(self.check_promises())
+        in_use = len(active | quarantined) + num_kept_parents
+        assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - in_use
+
+    def check_promises(self) -> list[int]:
+        """What is kept back per group: all that was promised and is in no table."""
+        lines = [line.split() for line in self.scheduler.describe().splitlines() if line.startswith("group ")]
+        num_kept = []
+        for index, (_, group_id, *words) in enumerate(lines):
+            if group_id in self.open_groups:
+                gauges = dict(word.split("=") for word in words)
+                tables = [self.scheduler.block_tables(request_id)[index].tolist() for request_id in self.live_ids()]
+                num_held = len({block_id for table in tables for block_id in table if block_id})
+                assert int(gauges["promised"]) == num_held + int(gauges["kept"])
+                num_kept.append(int(gauges["kept"]))
+        return num_kept
 
     def blocks_of(self, request_id: str) -> list[set[int]]:
-        """Per group. On the prefill role a block stays taken to the end, also when its slot shares another by then."""
+        """Per group. On the prefill role a block of a full group stays taken to the end, also when its slot shares
+        another by then."""
         tables = [set(table.tolist()) for table in self.scheduler.block_tables(request_id)]
         if self.role != sc.Role.PREFILL or not any(tables):
             return tables
         held = self.held.setdefault(request_id, [set() for _ in tables])
-        for ids, table in zip(held, tables, strict=True):
-            ids |= table
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            held[index] = table if group.group_id in self.open_groups else held[index] | table
         return held
 
     def live_ids(self) -> list[str]:
@@ -272,9 +313,10 @@ def test_every_history_keeps_the_books_and_comes_to_rest(
 
 def test_equal_histories_give_equal_plans() -> None:
     for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
-        logs = [play(role, GROUP_MIXES[2], 11, 300).log for _ in range(2)]
-        assert logs[0] == logs[1]
-        assert sum("r1" in line for line in logs[0]) > 0
+        for groups in (GROUP_MIXES[2], GROUP_MIXES[-1]):
+            logs = [play(role, groups, 11, 300).log for _ in range(2)]
+            assert logs[0] == logs[1]
+            assert sum("r1" in line for line in logs[0]) > 0
 
 
 def test_requests_of_one_size_start_in_the_order_they_came() -> None:

@@ -6,24 +6,30 @@
 
 namespace pdmesh {
 
-void GroupAllocator::Claim(BlockTable& table, std::vector<CacheBlockRef> hits) const {
+void GroupAllocator::Claim(BlockTable& table, std::int64_t num_holes, std::vector<CacheBlockRef> hits) const {
   Ensure(table.num_slots() == 0, "prefix hits were claimed into a table that is not empty");
+  table.AppendHoles(num_holes);
+  table.ReleaseFront(static_cast<std::int32_t>(num_holes));
   for (CacheBlockRef& hit : hits) {
     table.Append(std::move(hit));
   }
 }
 
-std::vector<std::int32_t> GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan) const {
+void GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan,
+                             std::vector<std::int32_t>& fresh_ids) const {
   std::optional<std::vector<CacheBlockRef>> blocks = pool_.Acquire(group_, plan.num_blocks);
   Ensure(blocks.has_value(), "the pool refused blocks that an admission had planned");
-  std::vector<std::int32_t> fresh_ids;
-  fresh_ids.reserve(blocks->size());
-  for (CacheBlockRef& block : *blocks) {
+  Place(table, plan, std::move(*blocks), fresh_ids);
+}
+
+void GroupAllocator::Place(BlockTable& table, const AcquirePlan& plan, std::vector<CacheBlockRef> blocks,
+                           std::vector<std::int32_t>& fresh_ids) const {
+  table.AppendHoles(plan.num_holes);
+  for (CacheBlockRef& block : blocks) {
     fresh_ids.push_back(block.block_id());
     table.Append(std::move(block));
   }
   table.SetTailRoom(plan.tail_room);
-  return fresh_ids;
 }
 
 void GroupAllocator::Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,
@@ -32,6 +38,15 @@ void GroupAllocator::Repoint(BlockTable& table, std::int32_t slot, const CacheBl
   if (keeps_duplicate) {
     table.Keep(std::move(duplicate));
   }
+}
+
+bool GroupAllocator::ReclaimExpired(BlockTable& table, std::int64_t num_slots) const {
+  const std::int32_t num_before = table.num_reclaimed_slots();
+  if (num_slots <= num_before) {
+    return false;
+  }
+  table.ReleaseFront(static_cast<std::int32_t>(num_slots));
+  return table.num_reclaimed_slots() > num_before;
 }
 
 }  // namespace pdmesh

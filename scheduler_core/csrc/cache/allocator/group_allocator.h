@@ -17,17 +17,23 @@ class GroupAllocator {
  public:
   GroupAllocator(BlockPool& pool, std::int32_t group) : pool_(pool), group_(group) {}
 
-  // Appends shared blocks in slot order. REQUIRES: the table is empty.
-  void Claim(BlockTable& table, std::vector<CacheBlockRef> hits) const;
+  // Appends holes, then shared blocks in slot order. REQUIRES: the table is empty.
+  void Claim(BlockTable& table, std::int64_t num_holes, std::vector<CacheBlockRef> hits) const;
 
-  // Carries out a plan and returns the ids of the fresh blocks in slot order.
+  // Carries out a plan with blocks of the pool and appends their ids to `fresh_ids` in slot order.
   // REQUIRES: the pool can provide them (checked by the admission that made the plan).
-  std::vector<std::int32_t> Acquire(BlockTable& table, const AcquirePlan& plan) const;
+  void Acquire(BlockTable& table, const AcquirePlan& plan, std::vector<std::int32_t>& fresh_ids) const;
+  // The same with blocks that were acquired earlier. REQUIRES: as many as the plan says.
+  void Place(BlockTable& table, const AcquirePlan& plan, std::vector<CacheBlockRef> blocks,
+             std::vector<std::int32_t>& fresh_ids) const;
 
   // Makes a published slot refer to the canonical block of its content. The duplicate is released, or held
   // until the table is cleared.
   void Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,
                bool keeps_duplicate) const;
+
+  // Gives up the slots [0, num_slots). False if there was nothing to give up.
+  bool ReclaimExpired(BlockTable& table, std::int64_t num_slots) const;
 
  private:
   BlockPool& pool_;

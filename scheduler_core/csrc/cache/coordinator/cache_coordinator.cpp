@@ -17,15 +17,25 @@ std::vector<std::int32_t> PackingOf(const std::vector<CacheGroupSpec>& specs) {
   return packing;
 }
 
+// As many as the cache holds grains if one group has it all.
+std::int64_t MaxGhosts(const BlockPool& pool, const std::vector<std::unique_ptr<CacheGroup>>& groups) {
+  std::int64_t max_ghosts = 0;
+  for (const auto& group : groups) {
+    max_ghosts =
+        std::max<std::int64_t>(max_ghosts, pool.num_blocks(group->keys.group) / group->keys.slots_per_grain);
+  }
+  return max_ghosts;
+}
+
 // Holds a probe's hits so that planning cannot evict them.
 class HitPins {
  public:
   HitPins(const std::vector<std::unique_ptr<CacheGroup>>& groups, const PrefixProbe& probe)
       : groups_(groups) {
-    for (const auto& entries : probe.entries) {
+    for (const GroupHits& hits : probe.hits) {
       std::vector<CacheBlockRef>& blocks = blocks_.emplace_back();
-      blocks.reserve(entries.size());
-      for (const CacheEntry* entry : entries) {
+      blocks.reserve(hits.entries.size());
+      for (const CacheEntry* entry : hits.entries) {
         blocks.push_back(entry->block);
       }
     }
@@ -48,137 +58,344 @@ class HitPins {
   std::vector<std::vector<CacheBlockRef>> blocks_;  // by group
 };
 
+std::vector<std::unique_ptr<CacheGroup>> MakeGroups(std::int32_t prefix_granularity, BlockPool& pool,
+                                                    std::vector<CacheGroupSpec> specs) {
+  Ensure(!specs.empty(), "a coordinator needs at least one group");
+  std::vector<std::unique_ptr<CacheGroup>> groups;
+  for (CacheGroupSpec& spec : specs) {
+    const auto group = static_cast<std::int32_t>(groups.size());
+    groups.push_back(std::make_unique<CacheGroup>(std::move(spec), prefix_granularity, pool, group));
+  }
+  return groups;
+}
+
+std::vector<const PrefixCacheIndex*> IndexesOf(const std::vector<std::unique_ptr<CacheGroup>>& groups) {
+  std::vector<const PrefixCacheIndex*> indexes;
+  for (const auto& group : groups) {
+    indexes.push_back(&group->index);
+  }
+  return indexes;
+}
+
 }  // namespace
 
 CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
-                                   std::vector<CacheGroupSpec> specs)
-    : pool_(num_lcm_blocks, PackingOf(specs)), prefix_granularity_(prefix_granularity) {
-  Ensure(!specs.empty(), "a coordinator needs at least one group");
-  for (CacheGroupSpec& spec : specs) {
-    const auto group = static_cast<std::int32_t>(groups_.size());
-    groups_.push_back(std::make_unique<CacheGroup>(std::move(spec), prefix_granularity, pool_, group));
-    indexes_.push_back(&groups_.back()->index);
+                                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy)
+    : pool_(num_lcm_blocks, PackingOf(specs)),
+      groups_(MakeGroups(prefix_granularity, pool_, std::move(specs))),
+      reserve_(pool_, IndexesOf(groups_), [this](const EvictionVictim& victim) { Evict(victim); }),
+      prefix_granularity_(prefix_granularity) {
+  if (eviction_policy == EvictionPolicy::kAgedFrequency) {
+    aged_frequency_.emplace(MaxGhosts(pool_, groups_));
+  }
+  for (const bool is_closed : {true, false}) {
+    for (std::size_t group = 0; group < groups_.size(); ++group) {
+      if (groups_[group]->is_closed() == is_closed) {
+        match_order_.push_back(group);
+        num_closed_ += is_closed ? 1 : 0;
+      }
+    }
+  }
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    indexes_.push_back(&groups_[group]->index);
+    if (!groups_[group]->is_closed()) {
+      reserve_.Bound(static_cast<std::int32_t>(group));
+    }
   }
 }
 
-PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains) const {
+// The bound only falls, and each group is matched again until it backs the bound itself.
+PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains,
+                                          ProbeScope scope) const {
   PrefixProbe probe;
+  probe.hits.resize(groups_.size());
   std::int64_t bound_grains = num_grains;
-  for (const auto& group : groups_) {
-    probe.entries.push_back(FullAttentionMatcher::Match(group->index, group->keys, digests, bound_grains));
-    bound_grains = static_cast<std::int64_t>(probe.entries.back().size()) / group->keys.slots_per_grain;
+  const auto match = [&](std::size_t group) {
+    probe.hits[group] = groups_[group]->Match(digests, bound_grains);
+    bound_grains = probe.hits[group].end_slot() / groups_[group]->keys.slots_per_grain;
+  };
+  for (std::size_t i = 0; i < num_closed_; ++i) {
+    match(match_order_[i]);
   }
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    probe.entries[group].resize(
+  probe.closed_tokens = num_closed_ == 0 ? 0 : bound_grains * prefix_granularity_;
+  std::optional<std::int64_t> settled_grains;
+  while (settled_grains != bound_grains) {
+    const bool is_first_time = !settled_grains;
+    settled_grains = bound_grains;
+    for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
+      const std::size_t group = match_order_[i];
+      const bool is_matched =
+          scope == ProbeScope::kAllGroups || groups_[group]->spec.kind != AttentionKind::kState;
+      const std::int64_t bound_slots = bound_grains * groups_[group]->keys.slots_per_grain;
+      if (is_matched && (is_first_time || probe.hits[group].end_slot() > bound_slots)) {
+        match(group);
+      }
+    }
+  }
+  for (std::size_t i = 0; i < num_closed_; ++i) {
+    const std::size_t group = match_order_[i];
+    probe.hits[group].entries.resize(
         static_cast<std::size_t>(bound_grains * groups_[group]->keys.slots_per_grain));
   }
   probe.hit_tokens = bound_grains * prefix_granularity_;
+  probe.digests = digests.first(static_cast<std::size_t>(num_grains));
   return probe;
 }
 
 std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
-                                                      const DenseGrowth& demand) {
+                                                      std::span<const GroupDemand> demands) {
   HitPins pins(groups_, probe);
-  const std::optional<GrowthPlan> plan = PlanGrowth(tables, demand);
-  if (!plan) {
+  const std::optional<std::vector<EvictionVictim>> victims = PlanFirst(probe, demands);
+  if (!victims) {
     pins.Abandon();
     return std::nullopt;
   }
   const std::uint64_t epoch = ++last_epoch_;
+  const PromptUses uses = UsesFor(probe);
   for (std::size_t group = 0; group < groups_.size(); ++group) {
-    groups_[group]->allocator.Claim(tables[group], pins.Take(group));
-    for (const CacheEntry* entry : probe.entries[group]) {
-      groups_[group]->index.Touch(*entry, epoch);
+    groups_[group]->allocator.Claim(tables[group], probe.hits[group].first_slot, pins.Take(group));
+    for (const CacheEntry* entry : probe.hits[group].entries) {
+      groups_[group]->index.Touch(*entry, epoch, UseAt(uses, entry->depth_tokens));
     }
   }
-  Evict(*plan);
-  return Admission{.epoch = epoch, .fresh_ids = Acquire(tables, *plan)};
+  std::for_each(victims->begin(), victims->end(), [this](const EvictionVictim& victim) { Evict(victim); });
+  std::vector<std::int64_t> num_promised;
+  for (const GroupDemand& demand : demands) {
+    num_promised.push_back(demand.num_promised_blocks);
+  }
+  Admission admission{
+      .epoch = epoch, .uses = uses, .reserve = reserve_.Lease(std::move(num_promised)), .fresh_ids = {}};
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    const AcquirePlan plan = groups_[group]->geometry.PlanExtent(tables[group], demands[group].extent);
+    admission.fresh_ids.push_back(Acquire(tables[group], static_cast<std::int32_t>(group), plan));
+  }
+  return admission;
 }
 
-bool CacheCoordinator::CouldAdmit(const DenseGrowth& demand) const {
-  std::vector<std::int64_t> num_fresh_blocks;
-  for (const auto& group : groups_) {
-    num_fresh_blocks.push_back(group->geometry.PlanAcquire(0, demand).num_blocks);
+// What the policy makes of an admission's hits and ghosts. REQUIRES: nothing was touched or evicted for it
+// yet.
+PromptUses CacheCoordinator::UsesFor(const PrefixProbe& probe) const {
+  if (!aged_frequency_) {
+    return {};
   }
-  return CouldFit(pool_, num_fresh_blocks, indexes_);
+  std::vector<std::uint8_t> cached_uses(static_cast<std::size_t>(probe.hit_tokens / prefix_granularity_));
+  for (const GroupHits& hits : probe.hits) {
+    for (const CacheEntry* entry : hits.entries) {
+      std::uint8_t& uses = cached_uses[static_cast<std::size_t>(GrainOf(entry->depth_tokens))];
+      uses = std::max(uses, entry->use.uses);
+    }
+  }
+  return aged_frequency_->UsesFor(probe.digests, cached_uses);
+}
+
+// Of the block that ends at `depth_tokens`.
+BlockUse CacheCoordinator::UseAt(const PromptUses& uses, std::int64_t depth_tokens) const {
+  return aged_frequency_ ? uses.UseOf(GrainOf(depth_tokens)) : BlockUse{};
+}
+
+// REQUIRES: the hits are held.
+std::optional<std::vector<EvictionVictim>> CacheCoordinator::PlanFirst(
+    const PrefixProbe& probe, std::span<const GroupDemand> demands) const {
+  std::vector<std::int64_t> num_missing;
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    const auto* growth = std::get_if<DenseGrowth>(&demands[group].extent);
+    if (groups_[group]->is_closed()) {
+      Ensure(growth != nullptr && probe.hits[group].first_slot == 0, "a full group was left with holes");
+      num_missing.push_back(groups_[group]->geometry.PlanAcquire(0, *growth).num_blocks);
+    } else {
+      num_missing.push_back(
+          reserve_.NumMissing(static_cast<std::int32_t>(group), demands[group].num_promised_blocks));
+    }
+  }
+  return PlanEvictions(pool_, num_missing, indexes_);
+}
+
+bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
+  std::vector<std::int64_t> num_missing;
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    const GroupDemand& demand = demands[group];
+    num_missing.push_back(
+        groups_[group]->is_closed()
+            ? groups_[group]->geometry.PlanAcquire(0, std::get<DenseGrowth>(demand.extent)).num_blocks
+            : reserve_.NumMissing(static_cast<std::int32_t>(group), demand.num_promised_blocks));
+  }
+  return CouldFit(pool_, num_missing, indexes_);
 }
 
 std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
                                                      const RequestProgress& progress,
-                                                     const DenseGrowth& demand) {
-  const std::optional<GrowthPlan> plan = PlanGrowth(tables, demand);
-  if (!plan) {
-    return std::nullopt;
-  }
-  Evict(*plan);
-  Publish(tables, epoch, progress);
-  return Admission{.epoch = epoch, .fresh_ids = Acquire(tables, *plan)};
-}
-
-std::optional<CacheCoordinator::GrowthPlan> CacheCoordinator::PlanGrowth(std::span<const BlockTable> tables,
-                                                                         const DenseGrowth& demand) const {
-  GrowthPlan plan;
-  std::vector<std::int64_t> num_fresh_blocks;
+                                                     std::int64_t num_computed_tokens,
+                                                     std::span<const Extent> extents) {
+  std::vector<std::int64_t> num_missing(groups_.size(), 0);
   for (std::size_t group = 0; group < groups_.size(); ++group) {
-    plan.acquires.push_back(groups_[group]->geometry.PlanAcquire(tables[group].tail_room(), demand));
-    num_fresh_blocks.push_back(plan.acquires.back().num_blocks);
+    if (groups_[group]->is_closed()) {
+      num_missing[group] = groups_[group]->geometry.PlanExtent(tables[group], extents[group]).num_blocks;
+    }
   }
-  std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_fresh_blocks, indexes_);
+  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
   if (!victims) {
     return std::nullopt;
   }
-  plan.victims = std::move(*victims);
-  return plan;
+  std::for_each(victims->begin(), victims->end(), [this](const EvictionVictim& victim) { Evict(victim); });
+  Admission admission{.epoch = epoch,
+                      .uses = {},
+                      .reserve = {},
+                      .fresh_ids = std::vector<std::vector<std::int32_t>>(groups_.size())};
+  const auto grow = [&](std::size_t group) {
+    const AcquirePlan plan = groups_[group]->geometry.PlanExtent(tables[group], extents[group]);
+    admission.fresh_ids[group] = Acquire(tables[group], static_cast<std::int32_t>(group), plan);
+  };
+  const auto open = match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_);
+  std::for_each(match_order_.begin(), open, grow);
+  Publish(tables, epoch, progress);
+  ReclaimExpired(tables, num_computed_tokens);
+  std::for_each(open, match_order_.end(), grow);
+  return admission;
 }
 
-void CacheCoordinator::Evict(const GrowthPlan& plan) {
-  for (const EvictionVictim& victim : plan.victims) {
-    groups_[static_cast<std::size_t>(victim.group)]->index.Evict(*victim.entry);
+void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens,
+                            std::int64_t num_tokens, std::vector<std::vector<std::int32_t>>& fresh_ids) {
+  if (has_open_group()) {
+    ReclaimExpired(tables, num_computed_tokens);
+  }
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    BlockTable& table = tables[group];
+    if (table.tail_room() >= num_tokens) {
+      table.SetTailRoom(table.tail_room() - num_tokens);
+      continue;
+    }
+    Ensure(!groups_[group]->is_closed(), "a request outgrew what its admission reserved");
+    const AcquirePlan plan = groups_[group]->geometry.PlanAcquire(
+        table.tail_room(), {.extent_tokens = num_tokens, .reserve_tokens = 0});
+    groups_[group]->allocator.Place(
+        table, plan, reserve_.Take(static_cast<std::int32_t>(group), plan.num_blocks), fresh_ids[group]);
   }
 }
 
-std::vector<std::vector<std::int32_t>> CacheCoordinator::Acquire(std::span<BlockTable> tables,
-                                                                 const GrowthPlan& plan) {
-  std::vector<std::vector<std::int32_t>> fresh_ids;
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    fresh_ids.push_back(groups_[group]->allocator.Acquire(tables[group], plan.acquires[group]));
+void CacheCoordinator::Evict(const EvictionVictim& victim) {
+  const CacheEntry& entry = *victim.entry;
+  if (aged_frequency_) {
+    aged_frequency_->RaiseLevel(entry.use);
+    if (entry.depth_tokens % prefix_granularity_ == 0) {
+      aged_frequency_->RememberEnd(entry.key.digest, GrainOf(entry.depth_tokens), entry.use);
+    }
+  }
+  groups_[static_cast<std::size_t>(victim.group)]->index.Evict(entry);
+}
+
+void CacheCoordinator::ReclaimExpired(std::span<BlockTable> tables, std::int64_t num_computed_tokens) {
+  bool has_reclaimed = false;
+  for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
+    const std::size_t group = match_order_[i];
+    has_reclaimed |= groups_[group]->allocator.ReclaimExpired(
+        tables[group], groups_[group]->geometry.ExpiredBlocksAt(num_computed_tokens));
+  }
+  if (has_reclaimed) {
+    reserve_.Settle();
+  }
+}
+
+std::vector<std::int32_t> CacheCoordinator::Acquire(BlockTable& table, std::int32_t group,
+                                                    const AcquirePlan& plan) {
+  std::vector<std::int32_t> fresh_ids;
+  const GroupAllocator& allocator = groups_[static_cast<std::size_t>(group)]->allocator;
+  if (reserve_.is_bounded(group)) {
+    allocator.Place(table, plan, reserve_.Take(group, plan.num_blocks), fresh_ids);
+  } else {
+    allocator.Acquire(table, plan, fresh_ids);
   }
   return fresh_ids;
 }
 
-void CacheCoordinator::ConsumeReserve(std::span<BlockTable> tables, std::int64_t num_tokens) const {
-  for (BlockTable& table : tables) {
-    Ensure(table.tail_room() >= num_tokens, "a request outgrew what its admission reserved");
-    table.SetTailRoom(table.tail_room() - num_tokens);
-  }
+bool CacheCoordinator::HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const {
+  return std::all_of(match_order_.begin(), match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_),
+                     [&](std::size_t group) {
+                       const CacheGroup& closed = *groups_[group];
+                       const std::int64_t first_slot = std::int64_t{grain} * closed.keys.slots_per_grain;
+                       for (std::int64_t slot = first_slot; slot < first_slot + closed.keys.slots_per_grain;
+                            ++slot) {
+                         if (closed.index.Find(closed.keys.KeyOf(digests, slot)) == nullptr) {
+                           return false;
+                         }
+                       }
+                       return true;
+                     });
 }
 
-bool CacheCoordinator::HasGrain(std::span<const Digest> digests, std::int32_t grain) const {
-  return std::all_of(groups_.begin(), groups_.end(), [&](const auto& group) {
-    const std::int64_t first_slot = std::int64_t{grain} * group->keys.slots_per_grain;
-    for (std::int64_t slot = first_slot; slot < first_slot + group->keys.slots_per_grain; ++slot) {
-      if (group->index.Find(group->keys.KeyOf(digests, slot)) == nullptr) {
-        return false;
-      }
-    }
-    return true;
-  });
+std::uint64_t CacheCoordinator::publication_version() const {
+  std::uint64_t version = 0;
+  for (const PrefixCacheIndex* index : indexes_) {
+    version += index->num_publications();
+  }
+  return version;
 }
 
 void CacheCoordinator::Publish(std::span<BlockTable> tables, std::uint64_t epoch,
                                const RequestProgress& progress) {
+  if (progress.first_grain >= progress.end_grain) {
+    return;
+  }
+  ForgetGhosts(progress);
+  bool has_dropped = false;
   for (std::size_t group = 0; group < groups_.size(); ++group) {
-    CacheGroup& target = *groups_[group];
-    const std::int32_t first_slot = progress.first_grain * target.keys.slots_per_grain;
-    const std::int32_t end_slot = progress.end_grain * target.keys.slots_per_grain;
-    for (std::int32_t slot = first_slot; slot < end_slot; ++slot) {
-      const std::int64_t depth_tokens = (std::int64_t{slot} + 1) * target.spec.block_granularity;
-      const CacheBlockRef& own = tables[group].block(slot);
-      const CacheBlockRef& canonical =
-          target.index.Register(target.keys.KeyOf(progress.digests, slot), own, epoch, depth_tokens);
-      if (canonical.block_id() != own.block_id()) {
-        target.allocator.Repoint(tables[group], slot, canonical, progress.keeps_duplicates);
-      }
+    has_dropped |= PublishGroup(tables[group], *groups_[group], epoch, progress);
+  }
+  if (has_dropped) {
+    reserve_.Settle();
+  }
+}
+
+// True if a duplicate was dropped whose place has to be refilled.
+bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::uint64_t epoch,
+                                    const RequestProgress& progress) {
+  bool has_dropped = false;
+  const GroupSlots slots = SlotsToPublish(group, progress);
+  for (std::int32_t slot = slots.first; slot < slots.end; ++slot) {
+    const CacheBlockRef& own = table.block(slot);
+    if (!own && !group.is_closed()) {
+      continue;
+    }
+    const std::int64_t depth_tokens = (std::int64_t{slot} + 1) * group.spec.block_granularity;
+    const BlockUse use = progress.uses == nullptr ? BlockUse{} : UseAt(*progress.uses, depth_tokens);
+    const CacheBlockRef& canonical = group.index.Register(group.keys.KeyOf(progress.digests, slot), own,
+                                                          epoch, depth_tokens, progress.kind, use);
+    // A transfer keeps the duplicates it may read. Where blocks are promised by number that would be one more
+    // than the promise, so there the duplicate stays in its slot, unpublished.
+    if (canonical.block_id() != own.block_id() && (group.is_closed() || !progress.keeps_duplicates)) {
+      group.allocator.Repoint(table, slot, canonical, progress.keeps_duplicates);
+      has_dropped |= !group.is_closed();
+    }
+  }
+  return has_dropped;
+}
+
+// Of a sliding group only what continuing from the newest boundary reads, of a state group what was recorded.
+CacheCoordinator::GroupSlots CacheCoordinator::SlotsToPublish(const CacheGroup& group,
+                                                              const RequestProgress& progress) const {
+  const std::int32_t slots_per_grain = group.keys.slots_per_grain;
+  const std::int32_t end = progress.end_grain * slots_per_grain;
+  if (group.spec.kind == AttentionKind::kFull) {
+    return {.first = progress.first_grain * slots_per_grain, .end = end};
+  }
+  if (group.spec.kind == AttentionKind::kSlidingWindow) {
+    return {.first = std::max(0, end - static_cast<std::int32_t>(group.geometry.num_lookback_blocks())),
+            .end = end};
+  }
+  const std::int64_t checkpoint = progress.state_checkpoint_tokens;
+  const bool is_published = progress.kind > BoundaryKind::kChunk &&
+                            checkpoint > std::int64_t{progress.first_grain} * prefix_granularity_ &&
+                            checkpoint <= std::int64_t{progress.end_grain} * prefix_granularity_;
+  if (!is_published) {
+    return {.first = 0, .end = 0};
+  }
+  const auto slot = static_cast<std::int32_t>(group.geometry.SlotOfLast(checkpoint));
+  return {.first = slot, .end = slot + 1};
+}
+
+void CacheCoordinator::ForgetGhosts(const RequestProgress& progress) {
+  if (aged_frequency_) {
+    for (std::int32_t grain = progress.first_grain; grain < progress.end_grain; ++grain) {
+      aged_frequency_->Forget(progress.digests[static_cast<std::size_t>(grain)]);
     }
   }
 }
@@ -208,6 +425,9 @@ bool CacheCoordinator::CanClear() const {
 void CacheCoordinator::Clear() {
   for (const auto& group : groups_) {
     group->index.Clear();
+  }
+  if (aged_frequency_) {
+    aged_frequency_->Clear();
   }
 }
 

@@ -12,16 +12,35 @@
 #include <vector>
 
 #include "cache/coordinator/admission_planner.h"
+#include "cache/coordinator/block_reserve.h"
 #include "cache/coordinator/cache_group.h"
 #include "cache/core/block_pool.h"
 #include "cache/core/block_table.h"
+#include "cache/prefix/aged_frequency.h"
+#include "cache/prefix/eviction_policy.h"
 
 namespace pdmesh {
 
-// The prefix that every group has cached. Valid until the next change of the cache.
+// The prefix that every matched group backs. Valid until the next change of the cache or of the chain it
+// looked at.
 struct PrefixProbe {
-  std::int64_t hit_tokens = 0;                          // multiple of prefix_granularity
-  std::vector<std::vector<const CacheEntry*>> entries;  // by group, slot by slot up to the hit
+  std::int64_t hit_tokens = 0;           // multiple of prefix_granularity
+  std::int64_t closed_tokens = 0;        // what the closed groups alone back; 0 without a closed group
+  std::vector<GroupHits> hits;           // by group, ending at the hit; empty for groups that are not matched
+  std::span<const Digest> digests = {};  // of all grains looked at
+};
+
+// What one group takes part in a probe with.
+enum class ProbeScope : std::uint8_t {
+  kAllGroups,
+  kHistoryGroups,  // a peer sends the final state, so states neither limit the hit nor are claimed
+};
+
+// What an admission asks of one group.
+struct GroupDemand {
+  Extent extent;
+  // Groups whose blocks expire: the most the request will ever hold at once. Promised for its whole life.
+  std::int64_t num_promised_blocks = 0;
 };
 
 // What a request has completed since the coordinator's last transaction for it.
@@ -29,48 +48,67 @@ struct RequestProgress {
   std::span<const Digest> digests;  // of the whole chain so far
   std::int32_t first_grain;         // newly completed grains: [first_grain, end_grain)
   std::int32_t end_grain;
+  BoundaryKind kind = BoundaryKind::kChunk;  // of the boundary at end_grain
+  // Where a state was computed into a block of the table, 0 for nowhere. Only there it may be published.
+  std::int64_t state_checkpoint_tokens = 0;
   // A transfer may still read the request's blocks: those that turn out to be duplicates stay taken as long
   // as its tables live.
   bool keeps_duplicates = false;
+  const PromptUses* uses = nullptr;  // as the first admission gave them; not read under LRU
 };
 
 struct Admission {
-  std::uint64_t epoch;                               // the request's, for its later transactions
+  std::uint64_t epoch;   // the request's, for its later transactions
+  PromptUses uses;       // first admission: likewise; says nothing under LRU
+  ReserveLease reserve;  // first admission: goes with the request's tables and outlives them
   std::vector<std::vector<std::int32_t>> fresh_ids;  // by group, in slot order
 };
 
 class CacheCoordinator {
  public:
   CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
-                   std::vector<CacheGroupSpec> specs);
+                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy = EvictionPolicy::kLru);
 
   std::int32_t num_groups() const { return static_cast<std::int32_t>(groups_.size()); }
   const CacheGroup& group(std::int32_t group) const { return *groups_[static_cast<std::size_t>(group)]; }
   const BlockPool& pool() const { return pool_; }
+  const BlockReserve& reserve() const { return reserve_; }
+  // The state of the aged frequency policy; nullptr under LRU, which has none.
+  const AgedFrequency* aged_frequency() const { return aged_frequency_ ? &*aged_frequency_ : nullptr; }
+  bool has_open_group() const { return num_closed_ < groups_.size(); }
   std::vector<BlockTable> MakeTables() const { return std::vector<BlockTable>(groups_.size()); }
 
-  // Looks at the first `num_grains` grains of the chain and changes nothing.
-  PrefixProbe ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains) const;
+  // Looks at the first `num_grains` grains of the chain and changes nothing. The hit is the highest common
+  // boundary, so the order of the groups does not matter.
+  PrefixProbe ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains,
+                          ProbeScope scope = ProbeScope::kAllGroups) const;
 
   // First admission of a request: claims the probe's hits into its empty tables, evicts what must go and
-  // acquires `demand` behind the hit in every group. Takes a new epoch. nullopt, with nothing changed, if it
-  // does not fit.
+  // acquires what `demands[group]` says behind the hit. Takes a new epoch. nullopt, with nothing changed, if
+  // it does not fit.
   std::optional<Admission> AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
-                                      const DenseGrowth& demand);
+                                      std::span<const GroupDemand> demands);
 
-  // Whether empty tables could grow by `demand` if everything evictable went, the hits of the request
-  // included. False means that a first admission with this demand or a larger one fails. Costs O(groups).
-  bool CouldAdmit(const DenseGrowth& demand) const;
+  // Whether empty tables could take the demands if everything evictable went, the hits of the request
+  // included. False means that a first admission with them or larger ones fails. Costs O(groups).
+  bool CouldAdmit(std::span<const GroupDemand> demands) const;
 
-  // A later admission: publishes the progress and grows every table by `demand`.
+  // A later admission: publishes the progress, gives up what expired at `num_computed_tokens` and grows every
+  // table by `extents[group]`. Fails only if a full group needs more than its first admission reserved.
   std::optional<Admission> AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
-                                     const RequestProgress& progress, const DenseGrowth& demand);
+                                     const RequestProgress& progress, std::int64_t num_computed_tokens,
+                                     std::span<const Extent> extents);
 
-  // Takes tokens out of the reserve of an earlier admission. REQUIRES: every table has that much room.
-  void ConsumeReserve(std::span<BlockTable> tables, std::int64_t num_tokens) const;
+  // The admission of a decode step, which publishes nothing: gives up what expired and makes room for
+  // `num_tokens` behind the last one, out of the room the tables have or the blocks the request was promised.
+  // Appends the ids of fresh blocks to `fresh_ids[group]`. REQUIRES: earlier admissions secured it.
+  void Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens, std::int64_t num_tokens,
+            std::vector<std::vector<std::int32_t>>& fresh_ids);
 
-  // Whether every block of one grain is published in every group.
-  bool HasGrain(std::span<const Digest> digests, std::int32_t grain) const;
+  // Whether every closed group has published one grain. No hit reaches beyond a grain that one of them lacks.
+  bool HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const;
+  // Changes whenever something was published. A hit cannot have grown before it does.
+  std::uint64_t publication_version() const;
 
   // Publishes without admitting. In the table a block whose content is published already gives way to the
   // canonical one.
@@ -85,18 +123,32 @@ class CacheCoordinator {
   void Clear();           // REQUIRES: CanClear()
 
  private:
-  struct GrowthPlan {
-    std::vector<AcquirePlan> acquires;  // by group
-    std::vector<EvictionVictim> victims;
+  struct GroupSlots {
+    std::int32_t first;
+    std::int32_t end;
   };
 
-  std::optional<GrowthPlan> PlanGrowth(std::span<const BlockTable> tables, const DenseGrowth& demand) const;
-  void Evict(const GrowthPlan& plan);
-  std::vector<std::vector<std::int32_t>> Acquire(std::span<BlockTable> tables, const GrowthPlan& plan);
+  std::optional<std::vector<EvictionVictim>> PlanFirst(const PrefixProbe& probe,
+                                                       std::span<const GroupDemand> demands) const;
+  void Evict(const EvictionVictim& victim);
+  PromptUses UsesFor(const PrefixProbe& probe) const;
+  // The grain in which the block that ends at `depth_tokens` lies.
+  std::int64_t GrainOf(std::int64_t depth_tokens) const { return (depth_tokens - 1) / prefix_granularity_; }
+  BlockUse UseAt(const PromptUses& uses, std::int64_t depth_tokens) const;
+  void ForgetGhosts(const RequestProgress& progress);
+  void ReclaimExpired(std::span<BlockTable> tables, std::int64_t num_computed_tokens);
+  std::vector<std::int32_t> Acquire(BlockTable& table, std::int32_t group, const AcquirePlan& plan);
+  bool PublishGroup(BlockTable& table, CacheGroup& group, std::uint64_t epoch,
+                    const RequestProgress& progress);
+  GroupSlots SlotsToPublish(const CacheGroup& group, const RequestProgress& progress) const;
 
   BlockPool pool_;
   std::vector<std::unique_ptr<CacheGroup>> groups_;
   std::vector<const PrefixCacheIndex*> indexes_;  // of groups_, for the planner
+  std::vector<std::size_t> match_order_;          // closed groups first, each part in index order
+  std::size_t num_closed_ = 0;
+  std::optional<AgedFrequency> aged_frequency_;
+  BlockReserve reserve_;
   std::int32_t prefix_granularity_;
   std::uint64_t last_epoch_ = 0;
 };

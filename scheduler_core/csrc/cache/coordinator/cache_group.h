@@ -17,15 +17,25 @@ struct CacheGroupSpec {
   std::string group_id;
   std::int32_t block_granularity;
   std::int32_t cache_blocks_per_lcm_block;
+  AttentionKind kind = AttentionKind::kFull;
+  std::int32_t window_tokens = 0;  // of a sliding group
 };
 
 struct CacheGroup {
   CacheGroup(CacheGroupSpec group_spec, std::int32_t prefix_granularity, BlockPool& pool, std::int32_t group)
       : spec(std::move(group_spec)),
-        geometry(prefix_granularity, spec.block_granularity),
+        geometry(prefix_granularity, spec.block_granularity, spec.kind, spec.window_tokens),
         allocator(pool, group),
-        index(pool, group),
+        index(pool, group, is_closed() ? Closure::kClosed : Closure::kOpen),
         keys{.name_space = 0, .group = group, .slots_per_grain = geometry.slots_per_grain()} {}
+
+  // A hit needs every block before it; nothing expires.
+  bool is_closed() const { return spec.kind == AttentionKind::kFull; }
+  GroupHits Match(std::span<const Digest> digests, std::int64_t num_grains) const {
+    return is_closed() ? FullAttentionMatcher::Match(index, keys, digests, num_grains)
+                       : SlidingWindowMatcher::Match(index, keys, digests, num_grains,
+                                                     geometry.num_lookback_blocks());
+  }
 
   CacheGroupSpec spec;
   GroupGeometry geometry;

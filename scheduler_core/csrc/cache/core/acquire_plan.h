@@ -7,7 +7,8 @@
 namespace pdmesh {
 
 struct AcquirePlan {
-  std::int64_t num_blocks;  // fresh blocks to append
+  std::int64_t num_holes;   // empty slots to append first
+  std::int64_t num_blocks;  // fresh blocks to append behind them
   std::int64_t tail_room;   // what the table records afterwards, verbatim
 };
 

@@ -79,6 +79,7 @@ CacheBlockRef BlockPool::Occupy(std::int32_t group) {
     placement.partial_parents.emplace(-parent.num_occupied, lcm_block);
   }
   --placement.num_free_slots;
+  ++placement.num_taken;
   ++num_taken_;
   const std::size_t child = ChildIndex(lcm_block, slot);
   references_[child] = 1;
@@ -101,6 +102,7 @@ void BlockPool::Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept {
     placement.partial_parents.erase({-parent.num_occupied, lcm_block});
   }
   --parent.num_occupied;
+  --placement.num_taken;
   --num_taken_;
   ++num_freed_slots_;
   if (parent.num_occupied == 0) {

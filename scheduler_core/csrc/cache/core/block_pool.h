@@ -49,6 +49,8 @@ class BlockPool {
   // Free child slots in parents that are bound to `group`.
   std::int64_t num_free_slots(std::int32_t group) const { return groups_[Index(group)].num_free_slots; }
   std::int32_t cache_blocks_per_lcm_block(std::int32_t group) const { return groups_[Index(group)].packing; }
+  // Blocks of `group` that somebody holds.
+  std::int64_t num_taken(std::int32_t group) const { return groups_[Index(group)].num_taken; }
   std::int32_t num_occupied_slots(std::int32_t lcm_block) const {
     return parents_[Index(lcm_block)].num_occupied;
   }
@@ -92,6 +94,7 @@ class BlockPool {
   struct GroupPlacement {
     std::int32_t packing = 0;
     std::int64_t num_free_slots = 0;
+    std::int64_t num_taken = 0;
     std::int32_t num_watched_only_lcm_blocks = 0;
     std::set<std::pair<std::int32_t, std::int32_t>> partial_parents;  // (-occupied, id): fullest first
     SharingObserver* observer = nullptr;

@@ -6,10 +6,24 @@
 
 namespace pdmesh {
 
+namespace {
+
+EvictionTier TierOf(const CacheEntry& entry) {
+  if (entry.closure == Closure::kClosed) {
+    return EvictionTier::kClosedPrefix;
+  }
+  return entry.kind == BoundaryKind::kChunk && !entry.was_hit ? EvictionTier::kProbationary
+                                                              : EvictionTier::kEstablished;
+}
+
+}  // namespace
+
 EvictionRank RankOf(const CacheEntry& entry) {
-  return {.epoch = entry.epoch,
-          .tier = EvictionTier::kClosedPrefix,
-          .negated_depth_tokens = -entry.depth_tokens,
+  const EvictionTier tier = TierOf(entry);
+  return {.value = entry.use.value,
+          .epoch = entry.epoch,
+          .tier = tier,
+          .position = tier == EvictionTier::kProbationary ? entry.depth_tokens : -entry.depth_tokens,
           .group = entry.key.group,
           .block_id = entry.block.block_id()};
 }
@@ -18,8 +32,11 @@ bool ByRank::operator()(const CacheEntry* a, const CacheEntry* b) const {
   return RankOf(*a) < RankOf(*b);
 }
 
-PrefixCacheIndex::PrefixCacheIndex(BlockPool& pool, std::int32_t group)
-    : pool_(pool), group_(group), entry_by_block_id_(static_cast<std::size_t>(pool.num_blocks(group)) + 1) {
+PrefixCacheIndex::PrefixCacheIndex(BlockPool& pool, std::int32_t group, Closure closure)
+    : pool_(pool),
+      group_(group),
+      closure_(closure),
+      entry_by_block_id_(static_cast<std::size_t>(pool.num_blocks(group)) + 1) {
   pool_.SetObserver(group_, this);
 }
 
@@ -37,7 +54,8 @@ const CacheEntry* PrefixCacheIndex::Find(const CacheKey& key) const {
 }
 
 const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const CacheBlockRef& block,
-                                                std::uint64_t epoch, std::int64_t depth_tokens) {
+                                                std::uint64_t epoch, std::int64_t depth_tokens,
+                                                BoundaryKind kind, const BlockUse& use) {
   Ensure(key.group == group_, "a key of another group was published");
   Ensure(static_cast<bool>(block), "a hole was published");
   const auto found = entries_.find(key);
@@ -45,24 +63,34 @@ const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const Cache
     CacheEntry& entry = found->second;
     const CacheBlockRef held = entry.block;  // leaves the eviction order before the rank changes
     entry.epoch = std::max(entry.epoch, epoch);
+    entry.kind = std::max(entry.kind, kind);
+    entry.use.RaiseTo(use);
     return entry.block;
   }
   Ensure(EntryOf(block.block_id()) == nullptr, "a block was published under a second key");
-  CacheEntry& entry =
-      entries_
-          .emplace(key,
-                   CacheEntry{
-                       .key = key, .block = block, .epoch = epoch, .depth_tokens = depth_tokens, .place = {}})
-          .first->second;
+  CacheEntry& entry = entries_
+                          .emplace(key, CacheEntry{.key = key,
+                                                   .block = block,
+                                                   .epoch = epoch,
+                                                   .depth_tokens = depth_tokens,
+                                                   .closure = closure_,
+                                                   .kind = kind,
+                                                   .was_hit = false,
+                                                   .use = use,
+                                                   .place = {}})
+                          .first->second;
+  ++num_publications_;
   entry_by_block_id_[static_cast<std::size_t>(block.block_id())] = &entry;
   pool_.Watch(entry.block);
   return entry.block;
 }
 
-void PrefixCacheIndex::Touch(const CacheEntry& entry, std::uint64_t epoch) {
+void PrefixCacheIndex::Touch(const CacheEntry& entry, std::uint64_t epoch, const BlockUse& use) {
   CacheEntry& held = *EntryOf(entry.block.block_id());
   Ensure(!held.place, "an evictable entry was touched without being held");
   held.epoch = std::max(held.epoch, epoch);
+  held.was_hit = true;
+  held.use.RaiseTo(use);
 }
 
 void PrefixCacheIndex::Evict(const CacheEntry& entry) {

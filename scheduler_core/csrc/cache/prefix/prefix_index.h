@@ -16,19 +16,34 @@
 #include "cache/core/block_pool.h"
 #include "cache/core/cache_block_ref.h"
 #include "cache/prefix/cache_key.h"
+#include "cache/prefix/eviction_policy.h"
 
 namespace pdmesh {
 
-// Which entries of one access epoch go first.
-enum class EvictionTier : std::uint8_t {
-  kClosedPrefix = 2,  // entries of a group whose hits need every block before them
+// Whether a hit of a group needs every block before it.
+enum class Closure : std::uint8_t { kClosed, kOpen };
+
+// Why a boundary was computed up to; the higher, the likelier it is hit.
+enum class BoundaryKind : std::uint8_t {
+  kChunk,     // where a chunk or a decode step happened to be
+  kEndpoint,  // the last grain boundary of a prompt
+  kPromoted,  // where a prompt was stopped because others share it up to there
 };
 
-// Victims are taken smallest first. Blocks deep in a prefix go before those they depend on.
+// Which entries of one access epoch go first.
+enum class EvictionTier : std::uint8_t {
+  kProbationary,  // of an open group, at a chance boundary, never hit
+  kEstablished,   // others of an open group
+  kClosedPrefix,  // of a closed group
+};
+
+// Victims are taken smallest first. Of a closed prefix the deep blocks go before those they depend on; of
+// chance boundaries the deepest stays longest.
 struct EvictionRank {
+  std::uint64_t value;  // 0 under LRU
   std::uint64_t epoch;
   EvictionTier tier;
-  std::int64_t negated_depth_tokens;
+  std::int64_t position;
   std::int32_t group;
   std::int32_t block_id;  // orders as (parent, slot) does
 
@@ -48,14 +63,18 @@ using EvictionOrder = std::set<CacheEntry*, ByRank>;
 struct CacheEntry {
   CacheKey key;
   CacheBlockRef block;
-  std::uint64_t epoch;                           // of the newest admission that published or hit the block
-  std::int64_t depth_tokens;                     // prompt position at which the block ends
+  std::uint64_t epoch;        // of the newest admission that published or hit the block
+  std::int64_t depth_tokens;  // prompt position at which the block ends
+  Closure closure;
+  BoundaryKind kind;
+  bool was_hit;
+  BlockUse use;                                  // what the eviction policy notes about it
   std::optional<EvictionOrder::iterator> place;  // in the eviction order, while it is evictable
 };
 
 class PrefixCacheIndex final : public SharingObserver {
  public:
-  PrefixCacheIndex(BlockPool& pool, std::int32_t group);
+  PrefixCacheIndex(BlockPool& pool, std::int32_t group, Closure closure = Closure::kClosed);
   ~PrefixCacheIndex() override;
   PrefixCacheIndex(const PrefixCacheIndex&) = delete;
   PrefixCacheIndex& operator=(const PrefixCacheIndex&) = delete;
@@ -63,6 +82,8 @@ class PrefixCacheIndex final : public SharingObserver {
   // Reads.
   const CacheEntry* Find(const CacheKey& key) const;
   std::int64_t num_entries() const { return static_cast<std::int64_t>(entries_.size()); }
+  // Counts the entries ever published; a prefix that was looked up before can have grown only if it changed.
+  std::uint64_t num_publications() const { return num_publications_; }
   std::int64_t num_evictable() const { return static_cast<std::int64_t>(eviction_order_.size()); }
   // Parents all of whose children are evictable entries of this index.
   std::int32_t num_evictable_lcm_blocks() const { return pool_.num_watched_only_lcm_blocks(group_); }
@@ -75,13 +96,14 @@ class PrefixCacheIndex final : public SharingObserver {
   // Valid only while the index and its blocks stay as they are.
   const EvictionOrder& eviction_order() const { return eviction_order_; }
 
-  // Publishes a block that its caller holds, or finds the key taken; either way the entry's epoch is at least
-  // `epoch` afterwards. Returns the canonical block of the key. REQUIRES: the key is of this group, the block
-  // has no other key.
+  // Publishes a block that its caller holds, or finds the key taken; either way the entry's epoch and kind
+  // are at least `epoch` and `kind` afterwards, and no part of its use is below `use`. Returns the canonical
+  // block of the key. REQUIRES: the key is of this group, the block has no other key.
   const CacheBlockRef& Register(const CacheKey& key, const CacheBlockRef& block, std::uint64_t epoch,
-                                std::int64_t depth_tokens);
-  // Marks a held entry as used by the admission `epoch`. REQUIRES: its block is shared.
-  void Touch(const CacheEntry& entry, std::uint64_t epoch);
+                                std::int64_t depth_tokens, BoundaryKind kind = BoundaryKind::kChunk,
+                                const BlockUse& use = {});
+  // Marks a held entry as hit by the admission `epoch`, with `use`. REQUIRES: its block is shared.
+  void Touch(const CacheEntry& entry, std::uint64_t epoch, const BlockUse& use = {});
   // Takes an evictable entry out; its block becomes free.
   void Evict(const CacheEntry& entry);
   // Takes every entry out. REQUIRES: all are evictable.
@@ -97,10 +119,12 @@ class PrefixCacheIndex final : public SharingObserver {
 
   BlockPool& pool_;
   std::int32_t group_;
+  Closure closure_;
   std::unordered_map<CacheKey, CacheEntry, CacheKeyHash> entries_;
   std::vector<CacheEntry*> entry_by_block_id_;
   EvictionOrder eviction_order_;
   std::uint64_t num_releases_ = 0;
+  std::uint64_t num_publications_ = 0;
 };
 
 }  // namespace pdmesh

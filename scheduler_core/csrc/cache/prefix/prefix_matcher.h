@@ -24,12 +24,30 @@ struct GroupKeySpace {
   }
 };
 
+// What a group backs: holes up to `first_slot`, cached blocks from there.
+struct GroupHits {
+  std::int64_t first_slot = 0;
+  std::vector<const CacheEntry*> entries;
+
+  std::int64_t end_slot() const { return first_slot + static_cast<std::int64_t>(entries.size()); }
+};
+
 // Full attention needs every block before a boundary: walks from the left to the first miss.
 class FullAttentionMatcher {
  public:
   // The entries of the slots [0, n) that are cached without a gap, n at most num_grains * slots_per_grain.
-  static std::vector<const CacheEntry*> Match(const PrefixCacheIndex& index, const GroupKeySpace& keys,
-                                              std::span<const Digest> digests, std::int64_t num_grains);
+  static GroupHits Match(const PrefixCacheIndex& index, const GroupKeySpace& keys,
+                         std::span<const Digest> digests, std::int64_t num_grains);
+};
+
+// Sliding attention needs the `num_lookback_slots` blocks before a boundary, or all there are: walks from the
+// right until a run backs one. Attention over a state is the case of one slot.
+class SlidingWindowMatcher {
+ public:
+  // Hits up to the highest grain boundary, at most num_grains, that the cache backs.
+  static GroupHits Match(const PrefixCacheIndex& index, const GroupKeySpace& keys,
+                         std::span<const Digest> digests, std::int64_t num_grains,
+                         std::int64_t num_lookback_slots);
 };
 
 }  // namespace pdmesh

@@ -1,0 +1,111 @@
+#include "cache/coordinator/block_reserve.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "cache/coordinator/admission_planner.h"
+#include "support/errors.h"
+
+namespace pdmesh {
+
+ReserveLease& ReserveLease::operator=(ReserveLease&& other) noexcept {
+  if (this != &other) {
+    Reset();
+    reserve_ = std::exchange(other.reserve_, nullptr);
+    num_blocks_ = std::exchange(other.num_blocks_, {});
+  }
+  return *this;
+}
+
+void ReserveLease::LowerTo(const std::vector<std::int64_t>& num_blocks) noexcept {
+  for (std::size_t group = 0; group < num_blocks_.size(); ++group) {
+    const std::int64_t lowered = std::min(num_blocks_[group], num_blocks[group]);
+    reserve_->ChangePromise(group, lowered - num_blocks_[group]);
+    num_blocks_[group] = lowered;
+  }
+  if (reserve_ != nullptr) {
+    reserve_->Settle();
+  }
+}
+
+void ReserveLease::Reset() noexcept {
+  for (std::size_t group = 0; group < num_blocks_.size(); ++group) {
+    reserve_->ChangePromise(group, -num_blocks_[group]);
+  }
+  num_blocks_.clear();
+  if (reserve_ != nullptr) {
+    std::exchange(reserve_, nullptr)->Settle();
+  }
+}
+
+BlockReserve::BlockReserve(BlockPool& pool, std::vector<const PrefixCacheIndex*> indexes,
+                           std::function<void(const EvictionVictim&)> evict)
+    : pool_(pool), indexes_(std::move(indexes)), evict_(std::move(evict)), groups_(indexes_.size()) {}
+
+std::int64_t BlockReserve::NumMissing(std::int32_t group, std::int64_t num_more_promised) const {
+  const Group& bounded = groups_[Index(group)];
+  const std::int64_t num_held = pool_.num_taken(group) - indexes_[Index(group)]->num_evictable();
+  return bounded.is_bounded ? bounded.num_promised + num_more_promised - num_held : 0;
+}
+
+ReserveLease BlockReserve::Lease(std::vector<std::int64_t> num_blocks) {
+  bool is_empty = true;
+  for (std::size_t group = 0; group < num_blocks.size(); ++group) {
+    ChangePromise(group, num_blocks[group]);
+    is_empty = is_empty && num_blocks[group] == 0;
+  }
+  if (is_empty) {
+    return {};
+  }
+  ReserveLease lease(this, std::move(num_blocks));
+  Settle();
+  return lease;
+}
+
+std::vector<CacheBlockRef> BlockReserve::Take(std::int32_t group, std::int64_t num_blocks) {
+  std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
+  Ensure(static_cast<std::int64_t>(kept.size()) >= num_blocks, "a request outgrew what it was promised");
+  std::vector<CacheBlockRef> blocks;
+  blocks.reserve(static_cast<std::size_t>(num_blocks));
+  for (std::int64_t i = 0; i < num_blocks; ++i) {
+    blocks.push_back(std::move(kept.front()));
+    kept.pop_front();
+  }
+  return blocks;
+}
+
+void BlockReserve::Settle() noexcept {
+  bool is_missing = false;
+  for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
+    std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
+    std::int64_t num_missing = NumMissing(group, 0);
+    for (; num_missing < 0 && !kept.empty(); ++num_missing) {
+      kept.pop_back();
+    }
+    is_missing = is_missing || num_missing > 0;
+  }
+  if (is_missing) {
+    AcquireMissing();
+  }
+}
+
+// All groups at once: what left the tables of one group can always replace it there, but need not be of use
+// to another.
+void BlockReserve::AcquireMissing() {
+  std::vector<std::int64_t> num_missing;
+  for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
+    num_missing.push_back(std::max<std::int64_t>(0, NumMissing(group, 0)));
+  }
+  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
+  Ensure(victims.has_value(), "a promised block could not be taken back");
+  for (const EvictionVictim& victim : *victims) {
+    evict_(victim);
+  }
+  for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
+    std::vector<CacheBlockRef> blocks = std::move(*pool_.Acquire(group, num_missing[Index(group)]));
+    std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
+    std::move(blocks.begin(), blocks.end(), std::back_inserter(kept));
+  }
+}
+
+}  // namespace pdmesh

@@ -1,0 +1,145 @@
+#include "scheduler/capacity_model.h"
+
+#include <gtest/gtest.h>
+
+namespace pdmesh {
+namespace {
+
+CacheGroupConfig Full(std::int32_t block_granularity) {
+  return {.group_id = "full",
+          .family = Family::kHistory,
+          .retention = Retention::kFullHistory,
+          .block_granularity = block_granularity,
+          .sliding_window_tokens = {}};
+}
+CacheGroupConfig Sliding(std::int32_t block_granularity, std::int32_t window_tokens) {
+  return {.group_id = "sliding",
+          .family = Family::kHistory,
+          .retention = Retention::kSlidingWindow,
+          .block_granularity = block_granularity,
+          .sliding_window_tokens = window_tokens};
+}
+CacheGroupConfig State(std::int32_t block_granularity) {
+  return {.group_id = "state",
+          .family = Family::kState,
+          .retention = Retention::kFullHistory,
+          .block_granularity = block_granularity,
+          .sliding_window_tokens = {}};
+}
+
+SchedulerConfig Config(Role role, std::int32_t prefix_granularity, std::int32_t token_budget,
+                       std::vector<CacheGroupConfig> groups) {
+  return {.role = role,
+          .prefix_granularity = prefix_granularity,
+          .num_lcm_blocks = 1000,
+          .max_batch_size = 8,
+          .token_budget = token_budget,
+          .cache_groups = std::move(groups)};
+}
+
+// What later chunks of a prompt materialise: the slots of a state table that hold a block.
+std::vector<std::int64_t> StateSlots(const CapacityModel& model, std::size_t group, std::int32_t granularity,
+                                     PromptSpan span) {
+  const auto suffix = std::get<SparseSuffix>(model.NextExtents(span)[group]);
+  std::vector<std::int64_t> slots;
+  for (std::int64_t slot = suffix.first_slot;
+       slot < CeilDiv(suffix.extent_tokens + suffix.reserve_tokens, granularity); ++slot) {
+    slots.push_back(slot);
+  }
+  return slots;
+}
+
+using Slots = std::vector<std::int64_t>;
+
+TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
+  SchedulerConfig config = Config(Role::kDecode, 32, 1024, {Sliding(32, 513)});
+  const CapacityModel model(config);
+  const PromptSpan landing{.begin_tokens = 0,
+                           .end_tokens = 4000,
+                           .num_prompt_tokens = 4000,
+                           .num_needed_tokens = 8000,
+                           .is_local = false};
+  EXPECT_EQ(model.FirstDemands(landing)[0].num_promised_blocks, 16 + 17);
+  PromptSpan local = landing;
+  local.is_local = true;
+  local.end_tokens = 1024;
+  EXPECT_EQ(model.FirstDemands(local)[0].num_promised_blocks, 16 + 33);
+  EXPECT_EQ(model.BlocksFor(0, 8000), 49);
+  config.num_lcm_blocks = 33;
+  EXPECT_EQ(CapacityModel(config).max_request_tokens(), 33 * 32);
+  config.num_lcm_blocks = 49;
+  EXPECT_GT(CapacityModel(config).max_request_tokens(), 1 << 30);
+}
+
+TEST(CapacityModel, ConcurrentDemandsOfAllKinds) {
+  const CapacityModel model(Config(Role::kFused, 32, 1024, {Full(32), State(32), Sliding(32, 100)}));
+  EXPECT_EQ(model.ConcurrentBlocksFor(0, 8, 20000, 3000), 625 + 8);
+  EXPECT_EQ(model.ConcurrentBlocksFor(1, 8, 20000, 3000), 8 * 4);
+  EXPECT_EQ(model.ConcurrentBlocksFor(2, 8, 20000, 3000), 8 * 5 + 4 + 32);
+}
+
+TEST(CapacityModel, APoolSizedForItsConcurrencyHoldsWhatTheBoundAccepts) {
+  for (const Role role : {Role::kPrefill, Role::kDecode, Role::kFused}) {
+    for (const std::int32_t token_budget : {8, 64, 1024}) {
+      const CapacityModel model(
+          Config(role, 8, token_budget, {Full(8), State(4), Sliding(4, 7), Sliding(8, 100), Sliding(2, 1)}));
+      for (const std::int64_t num_tokens : {1, 2, 7, 8, 9, 63, 64, 65, 200, 1023, 5000}) {
+        for (std::size_t group = 0; group < 5; ++group) {
+          EXPECT_GE(model.ConcurrentBlocksFor(group, 1, num_tokens, num_tokens),
+                    model.BlocksFor(group, num_tokens))
+              << NameOf(role) << " " << token_budget << " " << num_tokens << " " << group;
+        }
+      }
+    }
+  }
+}
+
+TEST(CapacityModel, TheDemandNeverFallsWithTheLength) {
+  const CapacityModel model(Config(Role::kDecode, 8, 16, {Full(8), State(4), Sliding(4, 7)}));
+  for (std::int64_t num_tokens = 1; num_tokens < 200; ++num_tokens) {
+    EXPECT_LE(model.LcmBlocksFor(num_tokens - 1), model.LcmBlocksFor(num_tokens)) << num_tokens;
+  }
+}
+
+TEST(CapacityModel, TheEndOfAPromptIsNotCutIntoBodyAndTail) {
+  const CapacityModel model(Config(Role::kFused, 128, 4096, {Full(128), State(128), State(32)}));
+  const PromptSpan span{.begin_tokens = 1280,
+                        .end_tokens = 1636,
+                        .num_prompt_tokens = 1636,
+                        .num_needed_tokens = 1700,
+                        .is_local = true};
+  EXPECT_EQ(StateSlots(model, 1, 128, span), (Slots{11, 12, 13}));
+  EXPECT_EQ(StateSlots(model, 2, 32, span), (Slots{47, 48, 49, 50, 51, 52}));
+}
+
+TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone) {
+  const CapacityModel coarse(Config(Role::kFused, 4, 64, {State(4)}));
+  PromptSpan span{.begin_tokens = 0,
+                  .end_tokens = 12,
+                  .num_prompt_tokens = 30,
+                  .num_needed_tokens = 40,
+                  .is_local = true};
+  EXPECT_EQ(StateSlots(coarse, 0, 4, span), (Slots{2}));
+  const CapacityModel fine(Config(Role::kFused, 2, 64, {State(2)}));
+  for (const auto& [begin, end, slots] : std::vector<std::tuple<std::int64_t, std::int64_t, Slots>>{
+           {0, 8, {3}}, {8, 16, {7}}, {16, 24, {11}}}) {
+    span.begin_tokens = begin;
+    span.end_tokens = end;
+    EXPECT_EQ(StateSlots(fine, 0, 2, span), slots);
+  }
+}
+
+TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
+  const PromptSpan landing{
+      .begin_tokens = 0, .end_tokens = 8, .num_prompt_tokens = 8, .num_needed_tokens = 20, .is_local = false};
+  const CapacityModel decode(Config(Role::kDecode, 4, 64, {State(1)}));
+  EXPECT_EQ(StateSlots(decode, 0, 1, landing), (Slots{7, 8}));
+  EXPECT_EQ(decode.FirstDemands(landing)[0].num_promised_blocks, 2);
+  PromptSpan local = landing;
+  local.is_local = true;
+  const CapacityModel prefill(Config(Role::kPrefill, 4, 64, {State(1)}));
+  EXPECT_EQ(StateSlots(prefill, 0, 1, local), (Slots{7}));
+}
+
+}  // namespace
+}  // namespace pdmesh
