@@ -1,5 +1,6 @@
 #include "scheduler/config.h"
 
+#include <algorithm>
 #include <limits>
 #include <set>
 
@@ -36,9 +37,6 @@ void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
 }
 
 void ValidateSupported(const std::string& name, const CacheGroupConfig& group) {
-  if (group.replayable) {
-    Refuse(name + ".replayable: replayed groups are not supported yet");
-  }
   if (group.shard_count != 1) {
     Refuse(name + ".shard_count must be 1 (sharded groups are not supported yet), got " +
            std::to_string(group.shard_count));
@@ -72,6 +70,27 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   }
 }
 
+// A hit is followed by a replayed window, and no last chunk may be shorter than one, so two must fit a round.
+void ValidateReplay(const SchedulerConfig& config) {
+  const std::int64_t replay_tokens = config.replay_window_tokens();
+  if (replay_tokens == 0) {
+    return;
+  }
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    if (group.family == Family::kState) {
+      Refuse("cache_groups[\"" + group.group_id +
+             "\"].family: a state group cannot stand beside a replayable group");
+    }
+  }
+  const std::int64_t needed_tokens =
+      replay_tokens + std::max<std::int64_t>(replay_tokens, config.prefix_granularity);
+  if (config.token_budget < needed_tokens) {
+    Refuse("token_budget " + std::to_string(config.token_budget) + " must be at least " +
+           std::to_string(needed_tokens) + " beside a replayable window of " + std::to_string(replay_tokens) +
+           " tokens");
+  }
+}
+
 AttentionKind KindOf(const CacheGroupConfig& group) {
   if (group.family == Family::kState) {
     return AttentionKind::kState;
@@ -98,6 +117,7 @@ void SchedulerConfig::Validate() const {
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }
+  ValidateReplay(*this);
   std::set<std::string> group_ids;
   for (const CacheGroupConfig& group : cache_groups) {
     ValidateGroup(*this, group);
@@ -107,6 +127,14 @@ void SchedulerConfig::Validate() const {
   }
 }
 
+std::int32_t SchedulerConfig::replay_window_tokens() const {
+  std::int32_t window_tokens = 0;
+  for (const CacheGroupConfig& group : cache_groups) {
+    window_tokens = std::max(window_tokens, group.replayable ? group.sliding_window_tokens.value_or(0) : 0);
+  }
+  return window_tokens;
+}
+
 std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
   std::vector<CacheGroupSpec> specs;
   for (const CacheGroupConfig& group : config.cache_groups) {
@@ -114,7 +142,8 @@ std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
                      .block_granularity = group.block_granularity,
                      .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
                      .kind = KindOf(group),
-                     .window_tokens = group.sliding_window_tokens.value_or(0)});
+                     .window_tokens = group.sliding_window_tokens.value_or(0),
+                     .is_replayable = group.replayable});
   }
   return specs;
 }

@@ -21,7 +21,7 @@ struct CacheGroupConfig {
   std::int32_t block_granularity;  // tokens one block-table slot covers
   std::int32_t cache_blocks_per_lcm_block = 1;
   std::optional<std::int32_t> sliding_window_tokens;  // exactly with sliding retention
-  bool replayable = false;
+  bool replayable = false;  // sliding: not cached; a hit feeds the window before it again
   std::int32_t shard_count = 1;
 };
 
@@ -40,6 +40,9 @@ struct SchedulerConfig {
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.
   void Validate() const;
+
+  // Tokens before a hit that are fed again: the largest window of a replayable group, 0 without one.
+  std::int32_t replay_window_tokens() const;
 };
 
 // Translates, checks nothing.

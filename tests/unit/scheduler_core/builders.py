@@ -26,9 +26,11 @@ def sliding_group(
     window_tokens: int,
     block_granularity: int = 4,
     cache_blocks_per_lcm_block: int = 1,
+    replayable: bool = False,
 ) -> sc.CacheGroupConfig:
     return sc.CacheGroupConfig(
         group_id=group_id,
+        replayable=replayable,
         family=sc.Family.HISTORY,
         retention=sc.Retention.SLIDING_WINDOW,
         block_granularity=block_granularity,

@@ -68,8 +68,22 @@ def test_a_sound_configuration_passes() -> None:
             ["sliding_window_tokens", "got 0"],
         ),
         (
-            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True)]},
-            ["replayable", "not supported"],
+            {
+                "token_budget": 19,
+                "cache_groups": [
+                    _group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=10, replayable=True)
+                ],
+            },
+            ["token_budget 19", "at least 20", "replayable window of 10"],
+        ),
+        (
+            {
+                "cache_groups": [
+                    _group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True),
+                    _group(group_id="ssm", family=sc.Family.STATE),
+                ]
+            },
+            ['"ssm"', "beside a replayable group"],
         ),
         ({"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW)]}, ["sliding_window_tokens"]),
         ({"cache_groups": [_group(sliding_window_tokens=4)]}, ["sliding_window_tokens"]),

@@ -78,7 +78,7 @@ CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t
   for (const bool is_closed : {true, false}) {
     for (std::size_t group = 0; group < groups_.size(); ++group) {
       if (groups_[group]->is_closed() == is_closed) {
-        match_order_.push_back(group);
+        order_.push_back(group);
         num_closed_ += is_closed ? 1 : 0;
       }
     }
@@ -102,17 +102,18 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
     bound_grains = probe.hits[group].end_slot() / groups_[group]->keys.slots_per_grain;
   };
   for (std::size_t i = 0; i < num_closed_; ++i) {
-    match(match_order_[i]);
+    match(order_[i]);
   }
   probe.closed_tokens = num_closed_ == 0 ? 0 : bound_grains * prefix_granularity_;
   std::optional<std::int64_t> settled_grains;
   while (settled_grains != bound_grains) {
     const bool is_first_time = !settled_grains;
     settled_grains = bound_grains;
-    for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
-      const std::size_t group = match_order_[i];
+    for (std::size_t i = num_closed_; i < order_.size(); ++i) {
+      const std::size_t group = order_[i];
+      const CacheGroupSpec& spec = groups_[group]->spec;
       const bool is_matched =
-          scope == ProbeScope::kAllGroups || groups_[group]->spec.kind != AttentionKind::kState;
+          !spec.is_replayable && (scope == ProbeScope::kAllGroups || spec.kind != AttentionKind::kState);
       const std::int64_t bound_slots = bound_grains * groups_[group]->keys.slots_per_grain;
       if (is_matched && (is_first_time || probe.hits[group].end_slot() > bound_slots)) {
         match(group);
@@ -120,7 +121,7 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
     }
   }
   for (std::size_t i = 0; i < num_closed_; ++i) {
-    const std::size_t group = match_order_[i];
+    const std::size_t group = order_[i];
     probe.hits[group].entries.resize(
         static_cast<std::size_t>(bound_grains * groups_[group]->keys.slots_per_grain));
   }
@@ -206,11 +207,11 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
     const AcquirePlan plan = groups_[group]->geometry.PlanExtent(tables[group], extents[group]);
     admission.fresh_ids[group] = Acquire(tables[group], static_cast<std::int32_t>(group), plan);
   };
-  const auto open = match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_);
-  std::for_each(match_order_.begin(), open, grow);
+  const auto open = order_.begin() + static_cast<std::ptrdiff_t>(num_closed_);
+  std::for_each(order_.begin(), open, grow);
   Publish(tables, epoch, progress);
   ReclaimExpired(tables, num_computed_tokens);
-  std::for_each(open, match_order_.end(), grow);
+  std::for_each(open, order_.end(), grow);
   return admission;
 }
 
@@ -241,8 +242,8 @@ void CacheCoordinator::Evict(const std::vector<EvictionVictim>& victims) {
 
 void CacheCoordinator::ReclaimExpired(std::span<BlockTable> tables, std::int64_t num_computed_tokens) {
   bool has_reclaimed = false;
-  for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
-    const std::size_t group = match_order_[i];
+  for (std::size_t i = num_closed_; i < order_.size(); ++i) {
+    const std::size_t group = order_[i];
     has_reclaimed |= groups_[group]->allocator.ReclaimExpired(
         tables[group], groups_[group]->geometry.ExpiredBlocksAt(num_computed_tokens));
   }
@@ -264,18 +265,17 @@ std::vector<std::int32_t> CacheCoordinator::Acquire(BlockTable& table, std::int3
 }
 
 bool CacheCoordinator::HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const {
-  return std::all_of(match_order_.begin(), match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_),
-                     [&](std::size_t group) {
-                       const CacheGroup& closed = *groups_[group];
-                       const std::int64_t first_slot = std::int64_t{grain} * closed.keys.slots_per_grain;
-                       for (std::int64_t slot = first_slot; slot < first_slot + closed.keys.slots_per_grain;
-                            ++slot) {
-                         if (closed.index.Find(closed.keys.KeyOf(digests, slot)) == nullptr) {
-                           return false;
-                         }
-                       }
-                       return true;
-                     });
+  return std::all_of(
+      order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(num_closed_), [&](std::size_t group) {
+        const CacheGroup& closed = *groups_[group];
+        const std::int64_t first_slot = std::int64_t{grain} * closed.keys.slots_per_grain;
+        for (std::int64_t slot = first_slot; slot < first_slot + closed.keys.slots_per_grain; ++slot) {
+          if (closed.index.Find(closed.keys.KeyOf(digests, slot)) == nullptr) {
+            return false;
+          }
+        }
+        return true;
+      });
 }
 
 std::uint64_t CacheCoordinator::publication_version() const {
@@ -326,6 +326,9 @@ bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::u
 // Of a sliding group only what continuing from the newest boundary reads, of a state group what was recorded.
 CacheCoordinator::GroupSlots CacheCoordinator::SlotsToPublish(const CacheGroup& group,
                                                               const RequestProgress& progress) const {
+  if (group.spec.is_replayable) {
+    return {.first = 0, .end = 0};
+  }
   const std::int32_t slots_per_grain = group.keys.slots_per_grain;
   const std::int32_t end = progress.end_grain * slots_per_grain;
   if (group.spec.kind == AttentionKind::kFull) {

@@ -132,7 +132,7 @@ class CacheCoordinator {
   BlockPool pool_;
   std::vector<std::unique_ptr<CacheGroup>> groups_;
   std::vector<const PrefixCacheIndex*> indexes_;  // of groups_, for the planner
-  std::vector<std::size_t> match_order_;          // closed groups first, each part in index order
+  std::vector<std::size_t> order_;                // closed groups first, each part in index order
   std::size_t num_closed_ = 0;
   BlockReserve reserve_;
   std::int32_t prefix_granularity_;
