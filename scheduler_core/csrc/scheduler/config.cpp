@@ -36,13 +36,6 @@ void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
   }
 }
 
-void ValidateSupported(const std::string& name, const CacheGroupConfig& group) {
-  if (group.shard_count != 1) {
-    Refuse(name + ".shard_count must be 1 (sharded groups are not supported yet), got " +
-           std::to_string(group.shard_count));
-  }
-}
-
 void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group) {
   const std::string name = "cache_groups[\"" + group.group_id + "\"]";
   if (group.group_id.empty()) {
@@ -56,7 +49,11 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   RequireAtLeast(name + ".cache_blocks_per_lcm_block", group.cache_blocks_per_lcm_block, 1);
   RequireAtLeast(name + ".shard_count", group.shard_count, 1);
   ValidateKind(name, group);
-  ValidateSupported(name, group);
+  if (group.cache_blocks_per_lcm_block % group.shard_count != 0) {
+    Refuse(name + ".shard_count " + std::to_string(group.shard_count) +
+           " must divide cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
+           ", which counts the blocks of all shards");
+  }
   if (group.family == Family::kState && config.token_budget < config.prefix_granularity) {
     Refuse("token_budget " + std::to_string(config.token_budget) + " must be at least prefix_granularity " +
            std::to_string(config.prefix_granularity) + " beside the state group " + name +
@@ -143,6 +140,7 @@ std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
                      .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
                      .kind = KindOf(group),
                      .window_tokens = group.sliding_window_tokens.value_or(0),
+                     .shard_count = group.shard_count,
                      .is_replayable = group.replayable});
   }
   return specs;

@@ -18,11 +18,11 @@ struct CacheGroupConfig {
   std::string group_id;
   Family family;
   Retention retention;
-  std::int32_t block_granularity;  // tokens one block-table slot covers
-  std::int32_t cache_blocks_per_lcm_block = 1;
+  std::int32_t block_granularity;                     // tokens one block-table slot covers
+  std::int32_t cache_blocks_per_lcm_block = 1;        // of all shards together
   std::optional<std::int32_t> sliding_window_tokens;  // exactly with sliding retention
-  bool replayable = false;  // sliding: not cached; a hit feeds the window before it again
-  std::int32_t shard_count = 1;
+  bool replayable = false;       // sliding: not cached; a hit feeds the window before it again
+  std::int32_t shard_count = 1;  // owners that hold the blocks cyclically; divides the blocks of a parent
 };
 
 struct SchedulerConfig {

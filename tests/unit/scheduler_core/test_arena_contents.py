@@ -51,6 +51,10 @@ GROUP_MIXES = (
         full_group(),
         sliding_group("shared", window_tokens=6, block_granularity=2),
     ],
+    [
+        full_group("sharded", block_granularity=2, cache_blocks_per_lcm_block=4, shard_count=2),
+        sliding_group(window_tokens=5),
+    ],
 )
 
 LONGEST_PROMPT_TOKENS = 60

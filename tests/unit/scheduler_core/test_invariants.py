@@ -34,6 +34,10 @@ GROUP_MIXES = (
     [full_group(), state_group(block_granularity=2, cache_blocks_per_lcm_block=2)],
     [full_group(), sliding_group(window_tokens=4, block_granularity=2), state_group(block_granularity=1)],
     [full_group(), sliding_group(window_tokens=4, block_granularity=2, replayable=True)],
+    [
+        full_group("sharded", block_granularity=2, cache_blocks_per_lcm_block=4, shard_count=2),
+        sliding_group(window_tokens=5),
+    ],
 )
 
 

@@ -9,6 +9,14 @@
 namespace pdmesh {
 namespace {
 
+std::vector<std::int32_t> ShardCountsOf(const std::vector<CacheGroupSpec>& specs) {
+  std::vector<std::int32_t> shard_counts;
+  for (const CacheGroupSpec& spec : specs) {
+    shard_counts.push_back(spec.shard_count);
+  }
+  return shard_counts;
+}
+
 std::vector<std::int32_t> PackingOf(const std::vector<CacheGroupSpec>& specs) {
   std::vector<std::int32_t> packing;
   for (const CacheGroupSpec& spec : specs) {
@@ -71,7 +79,7 @@ std::vector<PrefixCacheIndex*> IndexesOf(const std::vector<std::unique_ptr<Cache
 
 CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
                                    std::vector<CacheGroupSpec> specs)
-    : pool_(num_lcm_blocks, PackingOf(specs)),
+    : pool_(num_lcm_blocks, PackingOf(specs), ShardCountsOf(specs)),
       groups_(MakeGroups(prefix_granularity, pool_, std::move(specs))),
       reserve_(pool_, IndexesOf(groups_)),
       prefix_granularity_(prefix_granularity) {
@@ -229,8 +237,10 @@ void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_compu
     Ensure(!groups_[group]->is_closed(), "a request outgrew what its admission reserved");
     const AcquirePlan plan = groups_[group]->geometry.PlanAcquire(
         table.tail_room(), {.extent_tokens = num_tokens, .reserve_tokens = 0});
-    groups_[group]->allocator.Place(
-        table, plan, reserve_.Take(static_cast<std::int32_t>(group), plan.num_blocks), fresh_ids[group]);
+    groups_[group]->allocator.Place(table, plan,
+                                    reserve_.Take(static_cast<std::int32_t>(group), plan.num_blocks,
+                                                  groups_[group]->allocator.LoadsOf(table)),
+                                    fresh_ids[group]);
   }
 }
 
@@ -257,7 +267,7 @@ std::vector<std::int32_t> CacheCoordinator::Acquire(BlockTable& table, std::int3
   std::vector<std::int32_t> fresh_ids;
   const GroupAllocator& allocator = groups_[static_cast<std::size_t>(group)]->allocator;
   if (reserve_.is_bounded(group)) {
-    allocator.Place(table, plan, reserve_.Take(group, plan.num_blocks), fresh_ids);
+    allocator.Place(table, plan, reserve_.Take(group, plan.num_blocks, allocator.LoadsOf(table)), fresh_ids);
   } else {
     allocator.Acquire(table, plan, fresh_ids);
   }

@@ -20,6 +20,7 @@ struct CacheGroupSpec {
   std::int32_t cache_blocks_per_lcm_block;
   AttentionKind kind = AttentionKind::kFull;
   std::int32_t window_tokens = 0;  // of a sliding group
+  std::int32_t shard_count = 1;    // owners that hold the blocks cyclically
   bool is_replayable = false;      // regenerated behind a hit: neither matched nor published
 };
 
