@@ -140,7 +140,8 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
 std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
                                                       std::span<const GroupDemand> demands) {
   HitPins pins(groups_, probe);
-  const std::optional<std::vector<EvictionVictim>> victims = PlanFirst(probe, demands);
+  const std::optional<std::vector<EvictionVictim>> victims =
+      PlanEvictions(pool_, NumMissingFor(demands), indexes_);
   if (!victims) {
     pins.Abandon();
     return std::nullopt;
@@ -165,24 +166,12 @@ std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tabl
   return admission;
 }
 
-// REQUIRES: the hits are held.
-std::optional<std::vector<EvictionVictim>> CacheCoordinator::PlanFirst(
-    const PrefixProbe& probe, std::span<const GroupDemand> demands) const {
-  std::vector<std::int64_t> num_missing;
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    const auto* growth = std::get_if<DenseGrowth>(&demands[group].extent);
-    if (groups_[group]->is_closed()) {
-      Ensure(growth != nullptr && probe.hits[group].first_slot == 0, "a full group was left with holes");
-      num_missing.push_back(groups_[group]->geometry.PlanAcquire(0, *growth).num_blocks);
-    } else {
-      num_missing.push_back(
-          reserve_.NumMissing(static_cast<std::int32_t>(group), demands[group].num_promised_blocks));
-    }
-  }
-  return PlanEvictions(pool_, num_missing, indexes_);
+bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
+  return CouldFit(pool_, NumMissingFor(demands), indexes_);
 }
 
-bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
+// Blocks by group that must come from the pool. Hits that are held already count as there.
+std::vector<std::int64_t> CacheCoordinator::NumMissingFor(std::span<const GroupDemand> demands) const {
   std::vector<std::int64_t> num_missing;
   for (std::size_t group = 0; group < groups_.size(); ++group) {
     const GroupDemand& demand = demands[group];
@@ -191,7 +180,7 @@ bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
             ? groups_[group]->geometry.PlanAcquire(0, std::get<DenseGrowth>(demand.extent)).num_blocks
             : reserve_.NumMissing(static_cast<std::int32_t>(group), demand.num_promised_blocks));
   }
-  return CouldFit(pool_, num_missing, indexes_);
+  return num_missing;
 }
 
 std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,

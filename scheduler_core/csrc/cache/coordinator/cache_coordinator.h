@@ -120,8 +120,7 @@ class CacheCoordinator {
     std::int32_t end;
   };
 
-  std::optional<std::vector<EvictionVictim>> PlanFirst(const PrefixProbe& probe,
-                                                       std::span<const GroupDemand> demands) const;
+  std::vector<std::int64_t> NumMissingFor(std::span<const GroupDemand> demands) const;
   void Evict(const std::vector<EvictionVictim>& victims);
   void ReclaimExpired(std::span<BlockTable> tables, std::int64_t num_computed_tokens);
   std::vector<std::int32_t> Acquire(BlockTable& table, std::int32_t group, const AcquirePlan& plan);
