@@ -288,6 +288,12 @@ class Plan:
         """int32[num_rows], position of the row's first input token"""
 
     @property
+    def replay_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """
+        int32[num_rows], inputs at the row's begin whose rows only replayable groups write; the others have them
+        """
+
+    @property
     def prefill_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
         """int32[num_rows], whole prompt length, 0 on decode rows"""
 

@@ -81,6 +81,9 @@ void BindPlan(nb::module_& module) {
       .def_prop_ro("input_lengths", &ColumnOf<&Plan::input_lengths>, "int32[num_rows], tokens")
       .def_prop_ro("begins", &ColumnOf<&Plan::begins>,
                    "int32[num_rows], position of the row's first input token")
+      .def_prop_ro("replay_lengths", &ColumnOf<&Plan::replay_lengths>,
+                   "int32[num_rows], inputs at the row's begin whose rows only replayable groups write; the "
+                   "others have them")
       .def_prop_ro("prefill_lengths", &ColumnOf<&Plan::prefill_lengths>,
                    "int32[num_rows], whole prompt length, 0 on decode rows")
       .def_prop_ro(

@@ -52,6 +52,65 @@ TEST(BlockPool, FillsTheFullestPartialParentBeforeOpeningAnother) {
   EXPECT_EQ(IdsOf(more), (std::vector<std::int32_t>{2, 5, 6, 7}));  // parents 1, 2, 2, 3
 }
 
+// Two shards hold the blocks cyclically: odd ids lie in bucket 0, even ones in bucket 1.
+TEST(BlockPool, ABalancedPlacementNeverOpensAParentBeforeTheHolesAreUsed) {
+  BlockPool pool(3, {4}, {2});
+  const Refs first = Take(pool, 0, 3);
+  EXPECT_EQ(IdsOf(first), (std::vector<std::int32_t>{1, 2, 3}));
+  EXPECT_EQ(IdsOf(Take(pool, 0, 2)), (std::vector<std::int32_t>{4, 5}));
+}
+
+TEST(BlockPool, TakesTheLeastLoadedBucketThatHasAHole) {
+  BlockPool pool(3, {4}, {2});
+  Refs all = Take(pool, 0, 8);
+  EXPECT_EQ(pool.BucketOf(0, 7), 0);
+  EXPECT_EQ(pool.BucketOf(0, 8), 1);
+  for (const std::size_t i : {0, 1, 3, 6}) {
+    all[i].Reset();  // holes: 1, 2 and 4 in parent 1, 7 in parent 2
+  }
+  auto blocks = pool.Acquire(0, 1, {5, 0});
+  EXPECT_EQ(IdsOf(*blocks), (std::vector<std::int32_t>{2})) << "bucket 1";
+  auto more = pool.Acquire(0, 3, {0, 0});
+  EXPECT_EQ(IdsOf(*more), (std::vector<std::int32_t>{7, 4, 1}))
+      << "the fullest parent of each bucket in turn";
+}
+
+TEST(BlockPool, EveryHoleOfAllShardsCountsAndAFailureChangesNothing) {
+  BlockPool pool(2, {6}, {3});
+  Refs blocks = Take(pool, 0, 11);
+  EXPECT_FALSE(pool.Acquire(0, 2, {0, 0, 9}));
+  EXPECT_EQ(pool.num_free_slots(0), 1);
+  EXPECT_EQ(IdsOf(*pool.Acquire(0, 1, {0, 0, 9})), (std::vector<std::int32_t>{12})) << "load never forbids";
+}
+
+TEST(BlockPool, TheShardCountDividesThePacking) {
+  EXPECT_THROW(BlockPool(2, {3}, {2}), std::invalid_argument);
+}
+
+TEST(BlockPool, ShardsAreReusedInAnyOrderOfReleases) {
+  BlockPool pool(40, {6}, {3});
+  std::vector<Refs> holders;
+  std::uint32_t state = 1;
+  for (int step = 0; step < 2000; ++step) {
+    state = state * 1664525u + 1013904223u;
+    if (state >> 31 && !holders.empty()) {
+      holders.erase(holders.begin() + static_cast<std::ptrdiff_t>((state >> 8) % holders.size()));
+    } else if (auto blocks = pool.Acquire(0, 1 + (state >> 16) % 9, {0, 0, 0})) {
+      holders.push_back(std::move(*blocks));
+    }
+    std::vector<std::int32_t> ids;
+    for (const Refs& refs : holders) {
+      const auto held = IdsOf(refs);
+      ids.insert(ids.end(), held.begin(), held.end());
+    }
+    std::sort(ids.begin(), ids.end());
+    ASSERT_TRUE(std::adjacent_find(ids.begin(), ids.end()) == ids.end()) << "a block was given out twice";
+    ASSERT_EQ(static_cast<std::int64_t>(ids.size()), pool.num_taken(0));
+  }
+  holders.clear();
+  EXPECT_EQ(pool.num_empty_lcm_blocks(), 40);
+}
+
 TEST(BlockPool, NumbersBlocksByParentAndSlot) {
   BlockPool pool(2, {8, 1});
   EXPECT_EQ(IdsOf(Take(pool, 0, 9)), (std::vector<std::int32_t>{1, 2, 3, 4, 5, 6, 7, 8, 9}));

@@ -207,11 +207,15 @@ class Round:
             plan.request_ids.append(row.request.request_id)
             plan.request_slots.append(row.request.slot)
             plan.input_lengths.append(row.num_tokens)
+            plan.replay_lengths.append(0)
+            plan.checkpoint_tokens.append(0)
             plan.begins.append(row.begin)
             plan.prefill_lengths.append(row.request.num_prompt_tokens if row.is_prefill else 0)
             plan.logits_wanted.append(int(not row.is_prefill or end == row.request.num_prompt_tokens))
             plan.token_ids += row.request.tokens[row.begin : end]
         for group in range(len(self.books.shape.groups)):
+            plan.state_input_slots.append([])
+            plan.state_output_slots.append([])
             tables = [row.request.tables[group].block_ids() for row in rows]
             width = max(map(len, tables), default=0)
             plan.block_tables.append([table + [-1] * (width - len(table)) for table in tables])

@@ -90,16 +90,23 @@ class Admission:
 
 @dataclass(slots=True)
 class Plan:
-    """The fields of a native plan, arrays as lists. `block_tables`: per group a list of rows of one length."""
+    """The fields of a native plan, arrays as lists. `block_tables`: per group a list of rows of one length.
+
+    The model knows history groups without replay only: no row replays or checkpoints, and no group has state slots.
+    """
 
     num_rows: int = 0
     num_prefill_rows: int = 0
     request_ids: list[str] = field(default_factory=list)
     request_slots: list[int] = field(default_factory=list)
     input_lengths: list[int] = field(default_factory=list)
+    replay_lengths: list[int] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     prefill_lengths: list[int] = field(default_factory=list)
     logits_wanted: list[int] = field(default_factory=list)
+    checkpoint_tokens: list[int] = field(default_factory=list)
+    state_input_slots: list[list[int]] = field(default_factory=list)
+    state_output_slots: list[list[int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     block_tables: list[list[list[int]]] = field(default_factory=list)
     zero_blocks: list[list[int]] = field(default_factory=list)

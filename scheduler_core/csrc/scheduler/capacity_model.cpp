@@ -18,6 +18,7 @@ CapacityModel::CapacityModel(const SchedulerConfig& config)
     geometries_.emplace_back(config.prefix_granularity, spec.block_granularity, spec.kind,
                              spec.window_tokens);
     packing_.push_back(spec.cache_blocks_per_lcm_block);
+    is_replayable_.push_back(spec.is_replayable);
     held_while_decoding_.push_back(HeldWhileDecoding(geometries_.back()));
   }
   max_request_tokens_ = LargestFittingRequest();
@@ -77,12 +78,13 @@ std::int64_t CapacityModel::TokensToReserve(std::int64_t num_prompt_tokens,
 
 std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) const {
   std::vector<GroupDemand> demands;
-  for (const GroupGeometry& geometry : geometries_) {
+  for (std::size_t group = 0; group < geometries_.size(); ++group) {
+    const GroupGeometry& geometry = geometries_[group];
     if (geometry.kind() == AttentionKind::kFull) {
       demands.push_back({.extent = DenseGrowth{.extent_tokens = span.end_tokens - span.begin_tokens,
                                                .reserve_tokens = span.num_needed_tokens - span.end_tokens}});
     } else {
-      demands.push_back({.extent = ExtentOf(geometry, span),
+      demands.push_back({.extent = ExtentOf(group, span),
                          .num_promised_blocks = HeldAtMost(geometry, span.num_prompt_tokens,
                                                            span.num_needed_tokens, span.is_local)});
     }
@@ -92,8 +94,8 @@ std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) con
 
 std::vector<Extent> CapacityModel::NextExtents(const PromptSpan& span) const {
   std::vector<Extent> extents;
-  for (const GroupGeometry& geometry : geometries_) {
-    extents.push_back(ExtentOf(geometry, span));
+  for (std::size_t group = 0; group < geometries_.size(); ++group) {
+    extents.push_back(ExtentOf(group, span));
   }
   return extents;
 }
@@ -101,7 +103,8 @@ std::vector<Extent> CapacityModel::NextExtents(const PromptSpan& span) const {
 // A chunk materialises the rows of its tokens; of a state only the last snapshot on a grain boundary inside
 // the chunk, if there is one, and everything from there to the end. A landing brings the rows that the first
 // decode step can see and the final state. Where the prompt ends, blocks for what follows stand behind it.
-Extent CapacityModel::ExtentOf(const GroupGeometry& geometry, const PromptSpan& span) const {
+Extent CapacityModel::ExtentOf(std::size_t group, const PromptSpan& span) const {
+  const GroupGeometry& geometry = geometries_[group];
   const bool is_state = geometry.kind() == AttentionKind::kState;
   std::int64_t reserve_tokens = 0;
   if (span.completes_prompt() && geometry.kind() != AttentionKind::kFull) {
@@ -111,6 +114,11 @@ Extent CapacityModel::ExtentOf(const GroupGeometry& geometry, const PromptSpan& 
     const std::int64_t checkpoint = span.end_tokens / prefix_granularity_ * prefix_granularity_;
     const bool is_internal = span.is_local && span.begin_tokens < checkpoint;
     return SparseSuffix{.first_slot = geometry.SlotOfLast(is_internal ? checkpoint : span.end_tokens),
+                        .extent_tokens = span.end_tokens,
+                        .reserve_tokens = reserve_tokens};
+  }
+  if (span.is_local && is_replayable_[group]) {  // nothing before what is fed again
+    return SparseSuffix{.first_slot = (span.begin_tokens - span.replay_tokens) / geometry.block_granularity(),
                         .extent_tokens = span.end_tokens,
                         .reserve_tokens = reserve_tokens};
   }

@@ -20,6 +20,7 @@ struct PromptSpan {
   std::int64_t num_prompt_tokens;
   std::int64_t num_needed_tokens;  // TokensToReserve
   bool is_local;                   // computed here, in chunks; else a peer fills all of it
+  std::int64_t replay_tokens = 0;  // before `begin_tokens`, fed again
 
   bool completes_prompt() const { return end_tokens == num_prompt_tokens; }
 };
@@ -56,7 +57,7 @@ class CapacityModel {
   std::int64_t StatesHeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
                                 bool is_local) const;
   std::int64_t StateReserveTokens(const GroupGeometry& geometry) const;
-  Extent ExtentOf(const GroupGeometry& geometry, const PromptSpan& span) const;
+  Extent ExtentOf(std::size_t group, const PromptSpan& span) const;
   std::int32_t LargestFittingRequest() const;
 
   Role role_;
@@ -67,6 +68,7 @@ class CapacityModel {
   std::int32_t num_lcm_blocks_;
   std::vector<GroupGeometry> geometries_;  // by group
   std::vector<std::int32_t> packing_;      // by group
+  std::vector<bool> is_replayable_;        // by group
   std::vector<std::int64_t> held_while_decoding_;
   std::int32_t max_request_tokens_;
 };

@@ -1,5 +1,6 @@
 #include "scheduler/config.h"
 
+#include <algorithm>
 #include <limits>
 #include <set>
 
@@ -35,16 +36,6 @@ void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
   }
 }
 
-void ValidateSupported(const std::string& name, const CacheGroupConfig& group) {
-  if (group.replayable) {
-    Refuse(name + ".replayable: replayed groups are not supported yet");
-  }
-  if (group.shard_count != 1) {
-    Refuse(name + ".shard_count must be 1 (sharded groups are not supported yet), got " +
-           std::to_string(group.shard_count));
-  }
-}
-
 void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group) {
   const std::string name = "cache_groups[\"" + group.group_id + "\"]";
   if (group.group_id.empty()) {
@@ -58,7 +49,11 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   RequireAtLeast(name + ".cache_blocks_per_lcm_block", group.cache_blocks_per_lcm_block, 1);
   RequireAtLeast(name + ".shard_count", group.shard_count, 1);
   ValidateKind(name, group);
-  ValidateSupported(name, group);
+  if (group.cache_blocks_per_lcm_block % group.shard_count != 0) {
+    Refuse(name + ".shard_count " + std::to_string(group.shard_count) +
+           " must divide cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
+           ", which counts the blocks of all shards");
+  }
   if (group.family == Family::kState && config.token_budget < config.prefix_granularity) {
     Refuse("token_budget " + std::to_string(config.token_budget) + " must be at least prefix_granularity " +
            std::to_string(config.prefix_granularity) + " beside the state group " + name +
@@ -69,6 +64,27 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   if (num_slots > std::numeric_limits<std::int32_t>::max()) {
     Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
            " with num_lcm_blocks " + std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
+  }
+}
+
+// A hit is followed by a replayed window, and no last chunk may be shorter than one, so two must fit a round.
+void ValidateReplay(const SchedulerConfig& config) {
+  const std::int64_t replay_tokens = config.replay_window_tokens();
+  if (replay_tokens == 0) {
+    return;
+  }
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    if (group.family == Family::kState) {
+      Refuse("cache_groups[\"" + group.group_id +
+             "\"].family: a state group cannot stand beside a replayable group");
+    }
+  }
+  const std::int64_t needed_tokens =
+      replay_tokens + std::max<std::int64_t>(replay_tokens, config.prefix_granularity);
+  if (config.token_budget < needed_tokens) {
+    Refuse("token_budget " + std::to_string(config.token_budget) + " must be at least " +
+           std::to_string(needed_tokens) + " beside a replayable window of " + std::to_string(replay_tokens) +
+           " tokens");
   }
 }
 
@@ -106,6 +122,7 @@ void SchedulerConfig::Validate() const {
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }
+  ValidateReplay(*this);
   std::set<std::string> group_ids;
   for (const CacheGroupConfig& group : cache_groups) {
     ValidateGroup(*this, group);
@@ -115,6 +132,14 @@ void SchedulerConfig::Validate() const {
   }
 }
 
+std::int32_t SchedulerConfig::replay_window_tokens() const {
+  std::int32_t window_tokens = 0;
+  for (const CacheGroupConfig& group : cache_groups) {
+    window_tokens = std::max(window_tokens, group.replayable ? group.sliding_window_tokens.value_or(0) : 0);
+  }
+  return window_tokens;
+}
+
 std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
   std::vector<CacheGroupSpec> specs;
   for (const CacheGroupConfig& group : config.cache_groups) {
@@ -122,7 +147,9 @@ std::vector<CacheGroupSpec> MakeSpecsFromConfig(const SchedulerConfig& config) {
                      .block_granularity = group.block_granularity,
                      .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
                      .kind = KindOf(group),
-                     .window_tokens = group.sliding_window_tokens.value_or(0)});
+                     .window_tokens = group.sliding_window_tokens.value_or(0),
+                     .shard_count = group.shard_count,
+                     .is_replayable = group.replayable});
   }
   return specs;
 }

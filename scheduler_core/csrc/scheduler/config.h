@@ -19,11 +19,11 @@ struct CacheGroupConfig {
   std::string group_id;
   Family family;
   Retention retention;
-  std::int32_t block_granularity;  // tokens one block-table slot covers
-  std::int32_t cache_blocks_per_lcm_block = 1;
+  std::int32_t block_granularity;                     // tokens one block-table slot covers
+  std::int32_t cache_blocks_per_lcm_block = 1;        // of all shards together
   std::optional<std::int32_t> sliding_window_tokens;  // exactly with sliding retention
-  bool replayable = false;
-  std::int32_t shard_count = 1;
+  bool replayable = false;       // sliding: not cached; a hit feeds the window before it again
+  std::int32_t shard_count = 1;  // owners that hold the blocks cyclically; divides the blocks of a parent
 };
 
 struct SchedulerConfig {
@@ -42,6 +42,9 @@ struct SchedulerConfig {
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.
   void Validate() const;
+
+  // Tokens before a hit that are fed again: the largest window of a replayable group, 0 without one.
+  std::int32_t replay_window_tokens() const;
 };
 
 // Translates, checks nothing.

@@ -42,6 +42,7 @@ struct Plan {
   std::vector<std::int32_t> request_slots;
   std::vector<std::int32_t> input_lengths;
   std::vector<std::int32_t> begins;           // position of the row's first input token
+  std::vector<std::int32_t> replay_lengths;   // inputs at the row's begin that only replayable groups write
   std::vector<std::int32_t> prefill_lengths;  // whole prompt length, 0 on decode rows
   std::vector<std::uint8_t> logits_wanted;    // 1 on the last chunk of a prompt and on decode rows
   // Position inside the row up to which a state is computed into a block of its own as well, 0 for none. Its

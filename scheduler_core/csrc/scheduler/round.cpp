@@ -16,19 +16,27 @@ Round::Round(const RowLayout& layout, std::int32_t max_num_rows, std::int32_t to
   plan_.state_output_slots.resize(num_groups);
 }
 
-void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens) {
+void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_new_tokens,
+                          std::int32_t num_replay_tokens) {
+  const std::int32_t num_input_tokens = num_new_tokens + num_replay_tokens;
   Ensure(num_free_rows_ > 0 && num_budget_tokens_ >= num_input_tokens, "a round was overfilled");
   --num_free_rows_;
   num_budget_tokens_ -= num_input_tokens;
-  prefill_rows_.push_back(
-      {.request = &request, .begin = begin, .num_input_tokens = num_input_tokens, .is_prefill = true});
+  prefill_rows_.push_back({.request = &request,
+                           .begin = begin - num_replay_tokens,
+                           .num_input_tokens = num_input_tokens,
+                           .num_replay_tokens = num_replay_tokens,
+                           .is_prefill = true});
 }
 
 void Round::AddDecodeRow(const Request& request, std::int32_t cost_tokens) {
   --num_free_rows_;
   num_budget_tokens_ -= cost_tokens;
-  decode_rows_.push_back(
-      {.request = &request, .begin = request.num_tokens() - 1, .num_input_tokens = 1, .is_prefill = false});
+  decode_rows_.push_back({.request = &request,
+                          .begin = request.num_tokens() - 1,
+                          .num_input_tokens = 1,
+                          .num_replay_tokens = 0,
+                          .is_prefill = false});
 }
 
 void Round::AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids) {
@@ -43,8 +51,8 @@ Plan Round::Build() && {
   plan_.num_prefill_rows = static_cast<std::int32_t>(rows.size());
   rows.insert(rows.end(), decode_rows_.begin(), decode_rows_.end());
   plan_.num_rows = static_cast<std::int32_t>(rows.size());
-  for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.prefill_lengths,
-                       &plan_.checkpoint_tokens}) {
+  for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.replay_lengths,
+                       &plan_.prefill_lengths, &plan_.checkpoint_tokens}) {
     column->reserve(rows.size());
   }
   plan_.request_ids.reserve(rows.size());
@@ -63,6 +71,7 @@ void Round::LayOutRow(const Row& row) {
   plan_.request_slots.push_back(HoldingsOf(request.state)->slot.slot());
   plan_.input_lengths.push_back(row.num_input_tokens);
   plan_.begins.push_back(row.begin);
+  plan_.replay_lengths.push_back(row.num_replay_tokens);
   plan_.prefill_lengths.push_back(row.is_prefill ? request.num_prompt_tokens : 0);
   plan_.logits_wanted.push_back(end == request.num_tokens() ? 1 : 0);
   plan_.token_ids.insert(plan_.token_ids.end(), request.tokens.begin() + row.begin,

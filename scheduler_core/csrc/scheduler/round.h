@@ -28,8 +28,10 @@ class Round {
     return !prefill_rows_.empty() || !decode_rows_.empty() || !plan_.remote_prefills.empty();
   }
 
-  // The request's next `num_input_tokens` prompt tokens from `begin`. REQUIRES: room for them.
-  void AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_input_tokens);
+  // The request's next `num_new_tokens` prompt tokens from `begin`, behind `num_replay_tokens` before it that
+  // are fed again. REQUIRES: room for both.
+  void AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_new_tokens,
+                     std::int32_t num_replay_tokens = 0);
   // The request's last token. `cost_tokens` is what the row takes from the budget.
   void AddDecodeRow(const Request& request, std::int32_t cost_tokens);
   void AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids);
@@ -45,6 +47,7 @@ class Round {
     const Request* request;
     std::int32_t begin;
     std::int32_t num_input_tokens;
+    std::int32_t num_replay_tokens;
     bool is_prefill;
   };
 

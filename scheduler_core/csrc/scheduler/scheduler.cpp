@@ -43,6 +43,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(Validated(config)),
       capacity_model_(config_),
       row_layout_(LayoutOf(config_)),
+      replay_window_tokens_(config_.replay_window_tokens()),
       coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
                    config_.eviction_policy),
       slots_(NumSlots(config_)) {}
@@ -166,8 +167,8 @@ void Scheduler::ApplyEarlyEnd(Request& request) {
   if (auto* remote = std::get_if<RemotePrefilling>(&request.state)) {
     std::vector<std::int32_t> num_hit_slots;
     for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
-      num_hit_slots.push_back(remote->holdings.num_hit_tokens /
-                              coordinator_.group(group).spec.block_granularity);
+      num_hit_slots.push_back(
+          static_cast<std::int32_t>(coordinator_.group(group).NumHitSlots(remote->holdings.num_hit_tokens)));
     }
     SetState(request, Quarantine(std::move(*remote), num_hit_slots));
   } else if (Holdings* holdings = HoldingsOf(request.state);

@@ -107,7 +107,10 @@ class Scheduler {
   void PlanDecodeRow(Round& round, Request& request, std::int32_t cost_tokens);
   std::int32_t ChunkTokens(const Request& request, std::int32_t begin, std::int32_t num_budget_tokens,
                            std::int32_t promotion_tokens) const;
-  PromptSpan SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local) const;
+  PromptSpan SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
+                    std::int32_t replay_tokens = 0) const;
+  std::int32_t ReplayTokens(std::int32_t hit_tokens) const;
+  std::int32_t SparedTokens() const;
   void NoteComputed(const Request& request, Holdings& holdings, std::int32_t end, bool is_local) const;
   AdmitOutcome AdmitPrompt(Round& round, Request& request);
   void GrantRemote(Round& round, Request& request, const Holdings& holdings) const;
@@ -131,6 +134,7 @@ class Scheduler {
   const SchedulerConfig config_;
   CapacityModel capacity_model_;
   RowLayout row_layout_;
+  std::int32_t replay_window_tokens_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
   SlotPool slots_;                                                      // outlives the requests' leases
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked

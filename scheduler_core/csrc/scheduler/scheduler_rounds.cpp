@@ -67,15 +67,26 @@ void Scheduler::PlanHandovers(Round& round) {
   }
 }
 
-// Decodes first, so that a long prompt cannot starve them. Beside a state group a chunk needs a grain of
-// budget to get anywhere, so that much is left to it; what it does not use goes to further decodes.
+// Decodes first, so that a long prompt cannot starve them. What a chunk needs to get anywhere is left to it;
+// what it does not use goes to further decodes.
 void Scheduler::PlanFused(Round& round) {
-  const bool spares_a_grain = row_layout_.has_state && HasPrefillToRun();
-  PlanDecodes(round, config_.verify_width, spares_a_grain ? config_.prefix_granularity : 0);
+  const std::int32_t num_spared_tokens = SparedTokens();
+  PlanDecodes(round, config_.verify_width, num_spared_tokens);
   PlanPrefills(round);
-  if (spares_a_grain) {
+  if (num_spared_tokens > 0) {
     PlanDecodes(round, config_.verify_width, 0);
   }
+}
+
+// The budget that decodes leave to a prompt: a grain beside a state group, whose chunks end on grain
+// boundaries; beside a replayable one a window that is fed again, and a chunk behind it that may be the last.
+std::int32_t Scheduler::SparedTokens() const {
+  if ((!row_layout_.has_state && replay_window_tokens_ == 0) || !HasPrefillToRun()) {
+    return 0;
+  }
+  return row_layout_.has_state
+             ? config_.prefix_granularity
+             : replay_window_tokens_ + std::max(replay_window_tokens_, config_.prefix_granularity);
 }
 
 bool Scheduler::HasPrefillToRun() const {
@@ -230,10 +241,10 @@ void Scheduler::GrantRemote(Round& round, Request& request, const Holdings& hold
                       .first_slots = {},
                       .block_ids = {}};
   for (std::int32_t group = 0; group < coordinator_.num_groups(); ++group) {
-    const GroupGeometry& geometry = coordinator_.group(group).geometry;
+    const CacheGroup& granted = coordinator_.group(group);
     const std::int64_t first_slot =
-        geometry.FirstLandingSlot(holdings.num_hit_tokens, request.num_prompt_tokens);
-    const auto end_slot = static_cast<std::ptrdiff_t>(geometry.BlocksFor(request.num_prompt_tokens));
+        granted.FirstLandingSlot(holdings.num_hit_tokens, request.num_prompt_tokens);
+    const auto end_slot = static_cast<std::ptrdiff_t>(granted.geometry.BlocksFor(request.num_prompt_tokens));
     const std::span<const std::int32_t> ids = holdings.tables[static_cast<std::size_t>(group)].block_ids();
     grant.first_slots.push_back(static_cast<std::int32_t>(first_slot));
     grant.block_ids.emplace_back(ids.begin() + first_slot, ids.begin() + end_slot);
@@ -241,30 +252,42 @@ void Scheduler::GrantRemote(Round& round, Request& request, const Holdings& hold
   round.plan().remote_prefills.push_back(std::move(grant));
 }
 
-// Input tokens of the next chunk, 0 if the round has too little budget left for one. Snapshots are taken on
+// New tokens of the next chunk, 0 if the round has too little budget left for one. Snapshots are taken on
 // grain boundaries, so beside a state group, and up to a boundary that others share, a chunk that does not
-// complete its prompt ends on one.
+// complete its prompt ends on one. A last chunk computes a replayable window whole, so that what follows sees
+// all of it.
 std::int32_t Scheduler::ChunkTokens(const Request& request, std::int32_t begin,
                                     std::int32_t num_budget_tokens, std::int32_t promotion_tokens) const {
-  const bool is_promotion_ahead = promotion_tokens > begin;
-  std::int32_t end = std::min(request.num_prompt_tokens, begin + num_budget_tokens);
+  const std::int32_t last_window_begin = request.num_prompt_tokens - replay_window_tokens_;
+  const bool is_promotion_ahead = promotion_tokens > begin && promotion_tokens <= last_window_begin;
+  std::int32_t end = begin + std::min(request.num_prompt_tokens - begin, num_budget_tokens);
   if (is_promotion_ahead) {
     end = std::min(end, promotion_tokens);
   }
-  if (end < request.num_prompt_tokens && (row_layout_.has_state || is_promotion_ahead)) {
-    end = end / config_.prefix_granularity * config_.prefix_granularity;
+  if (end < request.num_prompt_tokens) {
+    end = std::min(end, last_window_begin);
+    const std::int32_t aligned_end = end / config_.prefix_granularity * config_.prefix_granularity;
+    if (row_layout_.has_state || (is_promotion_ahead && aligned_end > begin)) {
+      end = aligned_end;
+    }
   }
   return std::max(0, end - begin);
 }
 
-PromptSpan Scheduler::SpanOf(const Request& request, std::int32_t begin, std::int32_t end,
-                             bool is_local) const {
+// Before a hit the window is fed again, in the first chunk.
+std::int32_t Scheduler::ReplayTokens(std::int32_t hit_tokens) const {
+  return std::min(replay_window_tokens_, hit_tokens);
+}
+
+PromptSpan Scheduler::SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
+                             std::int32_t replay_tokens) const {
   return {
       .begin_tokens = begin,
       .end_tokens = end,
       .num_prompt_tokens = request.num_prompt_tokens,
       .num_needed_tokens = capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens),
-      .is_local = is_local};
+      .is_local = is_local,
+      .replay_tokens = replay_tokens};
 }
 
 // The prompt is computed up to `end`, or will be when it has landed. A chunk leaves a snapshot on the last
@@ -323,7 +346,7 @@ Scheduler::AdmitOutcome Scheduler::AdmitPrompt(Round& round, Request& request) {
   const std::int32_t begin = holdings->num_hit_tokens;
   const std::int32_t chunk = holdings->num_computed_tokens - begin;
   SetState(request, StartPrefill(std::get<Waiting>(std::move(request.state)), std::move(*holdings)));
-  round.AddPrefillRow(request, begin, chunk);
+  round.AddPrefillRow(request, begin, chunk, ReplayTokens(begin));
   if (begin + chunk == request.num_prompt_tokens) {
     SetState(request, CompletePrompt(std::get<Prefilling>(std::move(request.state))));
   }
@@ -366,7 +389,8 @@ std::int32_t Scheduler::FirstChunkTokens(const Round& round, const Request& requ
                                          bool is_local) const {
   const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
   const auto promotion_tokens = static_cast<std::int32_t>(probe.closed_tokens);
-  return is_local ? ChunkTokens(request, hit_tokens, round.num_budget_tokens(), promotion_tokens)
+  const std::int32_t num_budget_tokens = round.num_budget_tokens() - ReplayTokens(hit_tokens);
+  return is_local ? ChunkTokens(request, hit_tokens, num_budget_tokens, promotion_tokens)
                   : request.num_prompt_tokens - hit_tokens;
 }
 
@@ -376,8 +400,8 @@ std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& requ
   const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
   const std::int32_t end = hit_tokens + FirstChunkTokens(round, request, probe, is_local);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  auto admission = coordinator_.AdmitFirst(
-      tables, probe, capacity_model_.FirstDemands(SpanOf(request, hit_tokens, end, is_local)));
+  const PromptSpan span = SpanOf(request, hit_tokens, end, is_local, is_local ? ReplayTokens(hit_tokens) : 0);
+  auto admission = coordinator_.AdmitFirst(tables, probe, capacity_model_.FirstDemands(span));
   if (!admission) {
     return std::nullopt;
   }

@@ -9,10 +9,15 @@ import scheduler_core as sc
 
 
 def full_group(
-    group_id: str = "full", *, block_granularity: int = 4, cache_blocks_per_lcm_block: int = 1
+    group_id: str = "full",
+    *,
+    block_granularity: int = 4,
+    cache_blocks_per_lcm_block: int = 1,
+    shard_count: int = 1,
 ) -> sc.CacheGroupConfig:
     return sc.CacheGroupConfig(
         group_id=group_id,
+        shard_count=shard_count,
         family=sc.Family.HISTORY,
         retention=sc.Retention.FULL_HISTORY,
         block_granularity=block_granularity,
@@ -26,9 +31,11 @@ def sliding_group(
     window_tokens: int,
     block_granularity: int = 4,
     cache_blocks_per_lcm_block: int = 1,
+    replayable: bool = False,
 ) -> sc.CacheGroupConfig:
     return sc.CacheGroupConfig(
         group_id=group_id,
+        replayable=replayable,
         family=sc.Family.HISTORY,
         retention=sc.Retention.SLIDING_WINDOW,
         block_granularity=block_granularity,

@@ -45,6 +45,16 @@ GROUP_MIXES = (
         full_group(cache_blocks_per_lcm_block=3),
     ],
     [state_group("only", block_granularity=2)],
+    [full_group(), sliding_group(window_tokens=3, block_granularity=2, replayable=True)],
+    [
+        sliding_group("private", window_tokens=4, block_granularity=1, replayable=True),
+        full_group(),
+        sliding_group("shared", window_tokens=6, block_granularity=2),
+    ],
+    [
+        full_group("sharded", block_granularity=2, cache_blocks_per_lcm_block=4, shard_count=2),
+        sliding_group(window_tokens=5),
+    ],
 )
 
 LONGEST_PROMPT_TOKENS = 60
@@ -94,7 +104,7 @@ class Node:
                 self.role,
                 num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.groups) - 1),
                 max_batch_size=3,
-                token_budget=self.chance.choice((5, 9, 64)),
+                token_budget=self.chance.choice((8, 9, 64) if any(g.replayable for g in self.groups) else (5, 9, 64)),
                 cache_groups=self.groups,
                 max_ready_ungranted=3,
                 eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
@@ -147,9 +157,10 @@ class Node:
                 if self.groups[group].family == sc.Family.STATE:
                     self._compute_state(plan, row, group)
                     continue
-                for position in range(begin, begin + length):
+                first_new = begin + int(plan.replay_lengths[row])
+                for position in range(begin if self.groups[group].replayable else first_new, begin + length):
                     self._write(group, table[row].tolist(), position, request_id)
-                self.check_rows(group, table[row].tolist(), request_id, begin, begin + length)
+                self.check_rows(group, table[row].tolist(), request_id, first_new, begin + length)
             if self.role == sc.Role.PREFILL:
                 self._post(request_id, begin + length)
         events: list[sc.Event] = []
@@ -250,7 +261,7 @@ class Node:
                 assert len(block_ids) == 1
                 self.write_state(group, table[-1], request_id, num_tokens)
                 continue
-            for position in range(max(grant.from_token, first_slot * granularity), num_tokens):
+            for position in range(first_slot * granularity, num_tokens):
                 self._write(group, table, position, request_id)
         del self.peers[request_id]
         if request_id in self.ended:

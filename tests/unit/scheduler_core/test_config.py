@@ -58,7 +58,10 @@ def test_a_sound_configuration_passes() -> None:
         ({"cache_groups": [_group(block_granularity=3)]}, ['"full"', "block_granularity 3", "prefix_granularity 8"]),
         ({"cache_groups": [_group(cache_blocks_per_lcm_block=0)]}, ["cache_blocks_per_lcm_block", "got 0"]),
         ({"num_lcm_blocks": 2**30, "cache_groups": [_group(cache_blocks_per_lcm_block=8)]}, ["int32"]),
-        ({"cache_groups": [_group(shard_count=2)]}, ["shard_count", "got 2"]),
+        (
+            {"cache_groups": [_group(cache_blocks_per_lcm_block=3, shard_count=2)]},
+            ["shard_count 2", "cache_blocks_per_lcm_block 3"],
+        ),
         (
             {"token_budget": 7, "cache_groups": [_group(group_id="ssm", family=sc.Family.STATE)]},
             ["token_budget 7", "prefix_granularity 8", '"ssm"'],
@@ -72,8 +75,22 @@ def test_a_sound_configuration_passes() -> None:
             ["sliding_window_tokens", "got 0"],
         ),
         (
-            {"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True)]},
-            ["replayable", "not supported"],
+            {
+                "token_budget": 19,
+                "cache_groups": [
+                    _group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=10, replayable=True)
+                ],
+            },
+            ["token_budget 19", "at least 20", "replayable window of 10"],
+        ),
+        (
+            {
+                "cache_groups": [
+                    _group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=4, replayable=True),
+                    _group(group_id="ssm", family=sc.Family.STATE),
+                ]
+            },
+            ['"ssm"', "beside a replayable group"],
         ),
         ({"cache_groups": [_group(retention=sc.Retention.SLIDING_WINDOW)]}, ["sliding_window_tokens"]),
         ({"cache_groups": [_group(sliding_window_tokens=4)]}, ["sliding_window_tokens"]),

@@ -33,6 +33,11 @@ GROUP_MIXES = (
     ],
     [full_group(), state_group(block_granularity=2, cache_blocks_per_lcm_block=2)],
     [full_group(), sliding_group(window_tokens=4, block_granularity=2), state_group(block_granularity=1)],
+    [full_group(), sliding_group(window_tokens=4, block_granularity=2, replayable=True)],
+    [
+        full_group("sharded", block_granularity=2, cache_blocks_per_lcm_block=4, shard_count=2),
+        sliding_group(window_tokens=5),
+    ],
 )
 
 
@@ -189,7 +194,9 @@ class Driver:
                     touched = [int(plan.state_output_slots[index][row])]
                     touched += [int(plan.state_input_slots[index][row])] if begin else []
                 else:
-                    first_seen = max(0, begin - group.sliding_window_tokens + 1) if group.sliding_window_tokens else 0
+                    first_new = begin + int(plan.replay_lengths[row])
+                    window = group.sliding_window_tokens
+                    first_seen = max(0, first_new - window + 1) if window else 0
                     touched = list(range(first_seen // group.block_granularity, -(-end // group.block_granularity)))
                 assert all(table[row][slot] > 0 for slot in touched), request_id
         if self.role == sc.Role.DECODE and plan.num_prefill_rows:

@@ -124,6 +124,16 @@ def test_a_prompt_is_stopped_where_others_share_it_and_the_next_one_hits_there()
     assert runtime.admissions == {"p1": 0, "p2": 0, "p3": 8}
 
 
+def test_a_shared_boundary_does_not_stop_a_prompt_whose_budget_is_below_a_grain() -> None:
+    groups = [full_group(), sliding_group(window_tokens=3)]
+    runtime = _runtime(num_lcm_blocks=60, token_budget=3, cache_groups=groups)
+    for name, last in (("first", 7), ("second", 9)):
+        runtime.scheduler.submit([spec(name, [*range(8), last, last, last], max_new_tokens=1)])
+        runtime.run_until_idle()
+        runtime.finish(name)
+    assert runtime.admissions == {"first": 0, "second": 8}
+
+
 def test_an_admitted_request_never_waits_for_a_block_whoever_shares_its_prefix() -> None:
     groups = [full_group(), sliding_group(window_tokens=9)]
     runtime = _runtime(num_lcm_blocks=48, token_budget=16, cache_groups=groups)

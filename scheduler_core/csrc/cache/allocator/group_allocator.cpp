@@ -17,7 +17,7 @@ void GroupAllocator::Claim(BlockTable& table, std::int64_t num_holes, std::vecto
 
 void GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan,
                              std::vector<std::int32_t>& fresh_ids) const {
-  std::optional<std::vector<CacheBlockRef>> blocks = pool_.Acquire(group_, plan.num_blocks);
+  std::optional<std::vector<CacheBlockRef>> blocks = pool_.Acquire(group_, plan.num_blocks, LoadsOf(table));
   Ensure(blocks.has_value(), "the pool refused blocks that an admission had planned");
   Place(table, plan, std::move(*blocks), fresh_ids);
 }
@@ -30,6 +30,18 @@ void GroupAllocator::Place(BlockTable& table, const AcquirePlan& plan, std::vect
     table.Append(std::move(block));
   }
   table.SetTailRoom(plan.tail_room);
+}
+
+std::vector<std::int64_t> GroupAllocator::LoadsOf(const BlockTable& table) const {
+  std::vector<std::int64_t> loads(static_cast<std::size_t>(pool_.shard_count(group_)));
+  if (loads.size() > 1) {
+    for (const std::int32_t block_id : table.block_ids()) {
+      if (block_id != kNullBlockId) {
+        ++loads[static_cast<std::size_t>(pool_.BucketOf(group_, block_id))];
+      }
+    }
+  }
+  return loads;
 }
 
 void GroupAllocator::Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,

@@ -27,6 +27,10 @@ class GroupAllocator {
   void Place(BlockTable& table, const AcquirePlan& plan, std::vector<CacheBlockRef> blocks,
              std::vector<std::int32_t>& fresh_ids) const;
 
+  // What the table holds in each bucket of the group, its reserve and shared blocks included. Derived, not
+  // kept.
+  std::vector<std::int64_t> LoadsOf(const BlockTable& table) const;
+
   // Makes a published slot refer to the canonical block of its content. The duplicate is released, or held
   // until the table is cleared.
   void Repoint(BlockTable& table, std::int32_t slot, const CacheBlockRef& canonical,

@@ -40,7 +40,11 @@ void ReserveLease::Reset() noexcept {
 
 BlockReserve::BlockReserve(BlockPool& pool, std::vector<const PrefixCacheIndex*> indexes,
                            std::function<void(const EvictionVictim&)> evict)
-    : pool_(pool), indexes_(std::move(indexes)), evict_(std::move(evict)), groups_(indexes_.size()) {}
+    : pool_(pool), indexes_(std::move(indexes)), evict_(std::move(evict)), groups_(indexes_.size()) {
+  for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
+    groups_[Index(group)].kept.resize(Index(pool_.shard_count(group)));
+  }
+}
 
 std::int64_t BlockReserve::NumMissing(std::int32_t group, std::int64_t num_more_promised) const {
   const Group& bounded = groups_[Index(group)];
@@ -62,14 +66,23 @@ ReserveLease BlockReserve::Lease(std::vector<std::int64_t> num_blocks) {
   return lease;
 }
 
-std::vector<CacheBlockRef> BlockReserve::Take(std::int32_t group, std::int64_t num_blocks) {
-  std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
-  Ensure(static_cast<std::int64_t>(kept.size()) >= num_blocks, "a request outgrew what it was promised");
+std::vector<CacheBlockRef> BlockReserve::Take(std::int32_t group, std::int64_t num_blocks,
+                                              std::vector<std::int64_t> loads) {
+  Group& bounded = groups_[Index(group)];
+  Ensure(bounded.num_kept >= num_blocks, "a request outgrew what it was promised");
   std::vector<CacheBlockRef> blocks;
   blocks.reserve(static_cast<std::size_t>(num_blocks));
   for (std::int64_t i = 0; i < num_blocks; ++i) {
-    blocks.push_back(std::move(kept.front()));
-    kept.pop_front();
+    std::size_t best = 0;
+    for (std::size_t bucket = 1; bucket < loads.size(); ++bucket) {
+      if (!bounded.kept[bucket].empty() && (bounded.kept[best].empty() || loads[bucket] < loads[best])) {
+        best = bucket;
+      }
+    }
+    blocks.push_back(std::move(bounded.kept[best].front()));
+    bounded.kept[best].pop_front();
+    --bounded.num_kept;
+    ++loads[best];
   }
   return blocks;
 }
@@ -77,16 +90,22 @@ std::vector<CacheBlockRef> BlockReserve::Take(std::int32_t group, std::int64_t n
 void BlockReserve::Settle() noexcept {
   bool is_missing = false;
   for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
-    std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
+    Group& bounded = groups_[Index(group)];
     std::int64_t num_missing = NumMissing(group, 0);
-    for (; num_missing < 0 && !kept.empty(); ++num_missing) {
-      kept.pop_back();
+    for (; num_missing < 0 && bounded.num_kept > 0; ++num_missing) {
+      DropOne(bounded);
     }
     is_missing = is_missing || num_missing > 0;
   }
   if (is_missing) {
     AcquireMissing();
   }
+}
+
+void BlockReserve::DropOne(Group& group) noexcept {
+  const auto is_smaller = [](const auto& a, const auto& b) { return a.size() < b.size(); };
+  std::max_element(group.kept.begin(), group.kept.end(), is_smaller)->pop_back();
+  --group.num_kept;
 }
 
 // All groups at once: what left the tables of one group can always replace it there, but need not be of use
@@ -102,9 +121,18 @@ void BlockReserve::AcquireMissing() {
     evict_(victim);
   }
   for (std::int32_t group = 0; group < pool_.num_groups(); ++group) {
-    std::vector<CacheBlockRef> blocks = std::move(*pool_.Acquire(group, num_missing[Index(group)]));
-    std::deque<CacheBlockRef>& kept = groups_[Index(group)].kept;
-    std::move(blocks.begin(), blocks.end(), std::back_inserter(kept));
+    Group& bounded = groups_[Index(group)];
+    std::vector<std::int64_t> loads;
+    for (const std::deque<CacheBlockRef>& kept : bounded.kept) {
+      loads.push_back(static_cast<std::int64_t>(kept.size()));
+    }
+    std::vector<CacheBlockRef> blocks =
+        std::move(*pool_.Acquire(group, num_missing[Index(group)], std::move(loads)));
+    for (CacheBlockRef& block : blocks) {
+      const std::int32_t bucket = pool_.BucketOf(group, block.block_id());
+      bounded.kept[Index(bucket)].push_back(std::move(block));
+      ++bounded.num_kept;
+    }
   }
 }
 

@@ -65,9 +65,7 @@ class BlockReserve {
   bool is_bounded(std::int32_t group) const { return groups_[Index(group)].is_bounded; }
 
   std::int64_t num_promised(std::int32_t group) const { return groups_[Index(group)].num_promised; }
-  std::int64_t num_kept(std::int32_t group) const {
-    return static_cast<std::int64_t>(groups_[Index(group)].kept.size());
-  }
+  std::int64_t num_kept(std::int32_t group) const { return groups_[Index(group)].num_kept; }
   // Blocks of a bounded group that must be acquired for `num_more_promised` further ones. Hits that are held
   // already are not missing.
   std::int64_t NumMissing(std::int32_t group, std::int64_t num_more_promised) const;
@@ -76,8 +74,9 @@ class BlockReserve {
   // REQUIRES: it is there (planned by the admission).
   ReserveLease Lease(std::vector<std::int64_t> num_blocks);
 
-  // REQUIRES: the caller stays within what it was promised.
-  std::vector<CacheBlockRef> Take(std::int32_t group, std::int64_t num_blocks);
+  // Prefers buckets in which the caller holds little. REQUIRES: it stays within what it was promised.
+  std::vector<CacheBlockRef> Take(std::int32_t group, std::int64_t num_blocks,
+                                  std::vector<std::int64_t> loads);
 
   // Makes the equation true again after blocks left tables. Evicts if it must.
   void Settle() noexcept;
@@ -88,11 +87,13 @@ class BlockReserve {
   struct Group {
     bool is_bounded = false;
     std::int64_t num_promised = 0;
-    std::deque<CacheBlockRef> kept;
+    std::int64_t num_kept = 0;
+    std::vector<std::deque<CacheBlockRef>> kept;  // by bucket, oldest first
   };
 
   static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
   void ChangePromise(std::size_t group, std::int64_t change) { groups_[group].num_promised += change; }
+  void DropOne(Group& group) noexcept;
   void AcquireMissing();
 
   BlockPool& pool_;

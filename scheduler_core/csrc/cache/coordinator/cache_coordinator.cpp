@@ -9,6 +9,14 @@
 namespace pdmesh {
 namespace {
 
+std::vector<std::int32_t> ShardCountsOf(const std::vector<CacheGroupSpec>& specs) {
+  std::vector<std::int32_t> shard_counts;
+  for (const CacheGroupSpec& spec : specs) {
+    shard_counts.push_back(spec.shard_count);
+  }
+  return shard_counts;
+}
+
 std::vector<std::int32_t> PackingOf(const std::vector<CacheGroupSpec>& specs) {
   std::vector<std::int32_t> packing;
   for (const CacheGroupSpec& spec : specs) {
@@ -81,7 +89,7 @@ std::vector<const PrefixCacheIndex*> IndexesOf(const std::vector<std::unique_ptr
 
 CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
                                    std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy)
-    : pool_(num_lcm_blocks, PackingOf(specs)),
+    : pool_(num_lcm_blocks, PackingOf(specs), ShardCountsOf(specs)),
       groups_(MakeGroups(prefix_granularity, pool_, std::move(specs))),
       reserve_(pool_, IndexesOf(groups_), [this](const EvictionVictim& victim) { Evict(victim); }),
       prefix_granularity_(prefix_granularity) {
@@ -91,7 +99,7 @@ CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t
   for (const bool is_closed : {true, false}) {
     for (std::size_t group = 0; group < groups_.size(); ++group) {
       if (groups_[group]->is_closed() == is_closed) {
-        match_order_.push_back(group);
+        order_.push_back(group);
         num_closed_ += is_closed ? 1 : 0;
       }
     }
@@ -115,17 +123,18 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
     bound_grains = probe.hits[group].end_slot() / groups_[group]->keys.slots_per_grain;
   };
   for (std::size_t i = 0; i < num_closed_; ++i) {
-    match(match_order_[i]);
+    match(order_[i]);
   }
   probe.closed_tokens = num_closed_ == 0 ? 0 : bound_grains * prefix_granularity_;
   std::optional<std::int64_t> settled_grains;
   while (settled_grains != bound_grains) {
     const bool is_first_time = !settled_grains;
     settled_grains = bound_grains;
-    for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
-      const std::size_t group = match_order_[i];
+    for (std::size_t i = num_closed_; i < order_.size(); ++i) {
+      const std::size_t group = order_[i];
+      const CacheGroupSpec& spec = groups_[group]->spec;
       const bool is_matched =
-          scope == ProbeScope::kAllGroups || groups_[group]->spec.kind != AttentionKind::kState;
+          !spec.is_replayable && (scope == ProbeScope::kAllGroups || spec.kind != AttentionKind::kState);
       const std::int64_t bound_slots = bound_grains * groups_[group]->keys.slots_per_grain;
       if (is_matched && (is_first_time || probe.hits[group].end_slot() > bound_slots)) {
         match(group);
@@ -133,7 +142,7 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
     }
   }
   for (std::size_t i = 0; i < num_closed_; ++i) {
-    const std::size_t group = match_order_[i];
+    const std::size_t group = order_[i];
     probe.hits[group].entries.resize(
         static_cast<std::size_t>(bound_grains * groups_[group]->keys.slots_per_grain));
   }
@@ -145,7 +154,8 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
 std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
                                                       std::span<const GroupDemand> demands) {
   HitPins pins(groups_, probe);
-  const std::optional<std::vector<EvictionVictim>> victims = PlanFirst(probe, demands);
+  const std::optional<std::vector<EvictionVictim>> victims =
+      PlanEvictions(pool_, NumMissingFor(demands), indexes_);
   if (!victims) {
     pins.Abandon();
     return std::nullopt;
@@ -193,24 +203,12 @@ BlockUse CacheCoordinator::UseAt(const PromptUses& uses, std::int64_t depth_toke
   return aged_frequency_ ? uses.UseOf(GrainOf(depth_tokens)) : BlockUse{};
 }
 
-// REQUIRES: the hits are held.
-std::optional<std::vector<EvictionVictim>> CacheCoordinator::PlanFirst(
-    const PrefixProbe& probe, std::span<const GroupDemand> demands) const {
-  std::vector<std::int64_t> num_missing;
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    const auto* growth = std::get_if<DenseGrowth>(&demands[group].extent);
-    if (groups_[group]->is_closed()) {
-      Ensure(growth != nullptr && probe.hits[group].first_slot == 0, "a full group was left with holes");
-      num_missing.push_back(groups_[group]->geometry.PlanAcquire(0, *growth).num_blocks);
-    } else {
-      num_missing.push_back(
-          reserve_.NumMissing(static_cast<std::int32_t>(group), demands[group].num_promised_blocks));
-    }
-  }
-  return PlanEvictions(pool_, num_missing, indexes_);
+bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
+  return CouldFit(pool_, NumMissingFor(demands), indexes_);
 }
 
-bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
+// Blocks by group that must come from the pool. Hits that are held already count as there.
+std::vector<std::int64_t> CacheCoordinator::NumMissingFor(std::span<const GroupDemand> demands) const {
   std::vector<std::int64_t> num_missing;
   for (std::size_t group = 0; group < groups_.size(); ++group) {
     const GroupDemand& demand = demands[group];
@@ -219,7 +217,7 @@ bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
             ? groups_[group]->geometry.PlanAcquire(0, std::get<DenseGrowth>(demand.extent)).num_blocks
             : reserve_.NumMissing(static_cast<std::int32_t>(group), demand.num_promised_blocks));
   }
-  return CouldFit(pool_, num_missing, indexes_);
+  return num_missing;
 }
 
 std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
@@ -245,11 +243,11 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
     const AcquirePlan plan = groups_[group]->geometry.PlanExtent(tables[group], extents[group]);
     admission.fresh_ids[group] = Acquire(tables[group], static_cast<std::int32_t>(group), plan);
   };
-  const auto open = match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_);
-  std::for_each(match_order_.begin(), open, grow);
+  const auto open = order_.begin() + static_cast<std::ptrdiff_t>(num_closed_);
+  std::for_each(order_.begin(), open, grow);
   Publish(tables, epoch, progress);
   ReclaimExpired(tables, num_computed_tokens);
-  std::for_each(open, match_order_.end(), grow);
+  std::for_each(open, order_.end(), grow);
   return admission;
 }
 
@@ -267,8 +265,10 @@ void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_compu
     Ensure(!groups_[group]->is_closed(), "a request outgrew what its admission reserved");
     const AcquirePlan plan = groups_[group]->geometry.PlanAcquire(
         table.tail_room(), {.extent_tokens = num_tokens, .reserve_tokens = 0});
-    groups_[group]->allocator.Place(
-        table, plan, reserve_.Take(static_cast<std::int32_t>(group), plan.num_blocks), fresh_ids[group]);
+    groups_[group]->allocator.Place(table, plan,
+                                    reserve_.Take(static_cast<std::int32_t>(group), plan.num_blocks,
+                                                  groups_[group]->allocator.LoadsOf(table)),
+                                    fresh_ids[group]);
   }
 }
 
@@ -285,8 +285,8 @@ void CacheCoordinator::Evict(const EvictionVictim& victim) {
 
 void CacheCoordinator::ReclaimExpired(std::span<BlockTable> tables, std::int64_t num_computed_tokens) {
   bool has_reclaimed = false;
-  for (std::size_t i = num_closed_; i < match_order_.size(); ++i) {
-    const std::size_t group = match_order_[i];
+  for (std::size_t i = num_closed_; i < order_.size(); ++i) {
+    const std::size_t group = order_[i];
     has_reclaimed |= groups_[group]->allocator.ReclaimExpired(
         tables[group], groups_[group]->geometry.ExpiredBlocksAt(num_computed_tokens));
   }
@@ -300,7 +300,7 @@ std::vector<std::int32_t> CacheCoordinator::Acquire(BlockTable& table, std::int3
   std::vector<std::int32_t> fresh_ids;
   const GroupAllocator& allocator = groups_[static_cast<std::size_t>(group)]->allocator;
   if (reserve_.is_bounded(group)) {
-    allocator.Place(table, plan, reserve_.Take(group, plan.num_blocks), fresh_ids);
+    allocator.Place(table, plan, reserve_.Take(group, plan.num_blocks, allocator.LoadsOf(table)), fresh_ids);
   } else {
     allocator.Acquire(table, plan, fresh_ids);
   }
@@ -308,18 +308,17 @@ std::vector<std::int32_t> CacheCoordinator::Acquire(BlockTable& table, std::int3
 }
 
 bool CacheCoordinator::HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const {
-  return std::all_of(match_order_.begin(), match_order_.begin() + static_cast<std::ptrdiff_t>(num_closed_),
-                     [&](std::size_t group) {
-                       const CacheGroup& closed = *groups_[group];
-                       const std::int64_t first_slot = std::int64_t{grain} * closed.keys.slots_per_grain;
-                       for (std::int64_t slot = first_slot; slot < first_slot + closed.keys.slots_per_grain;
-                            ++slot) {
-                         if (closed.index.Find(closed.keys.KeyOf(digests, slot)) == nullptr) {
-                           return false;
-                         }
-                       }
-                       return true;
-                     });
+  return std::all_of(
+      order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(num_closed_), [&](std::size_t group) {
+        const CacheGroup& closed = *groups_[group];
+        const std::int64_t first_slot = std::int64_t{grain} * closed.keys.slots_per_grain;
+        for (std::int64_t slot = first_slot; slot < first_slot + closed.keys.slots_per_grain; ++slot) {
+          if (closed.index.Find(closed.keys.KeyOf(digests, slot)) == nullptr) {
+            return false;
+          }
+        }
+        return true;
+      });
 }
 
 std::uint64_t CacheCoordinator::publication_version() const {
@@ -372,6 +371,9 @@ bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::u
 // Of a sliding group only what continuing from the newest boundary reads, of a state group what was recorded.
 CacheCoordinator::GroupSlots CacheCoordinator::SlotsToPublish(const CacheGroup& group,
                                                               const RequestProgress& progress) const {
+  if (group.spec.is_replayable) {
+    return {.first = 0, .end = 0};
+  }
   const std::int32_t slots_per_grain = group.keys.slots_per_grain;
   const std::int32_t end = progress.end_grain * slots_per_grain;
   if (group.spec.kind == AttentionKind::kFull) {

@@ -128,8 +128,7 @@ class CacheCoordinator {
     std::int32_t end;
   };
 
-  std::optional<std::vector<EvictionVictim>> PlanFirst(const PrefixProbe& probe,
-                                                       std::span<const GroupDemand> demands) const;
+  std::vector<std::int64_t> NumMissingFor(std::span<const GroupDemand> demands) const;
   void Evict(const EvictionVictim& victim);
   PromptUses UsesFor(const PrefixProbe& probe) const;
   // The grain in which the block that ends at `depth_tokens` lies.
@@ -145,7 +144,7 @@ class CacheCoordinator {
   BlockPool pool_;
   std::vector<std::unique_ptr<CacheGroup>> groups_;
   std::vector<const PrefixCacheIndex*> indexes_;  // of groups_, for the planner
-  std::vector<std::size_t> match_order_;          // closed groups first, each part in index order
+  std::vector<std::size_t> order_;                // closed groups first, each part in index order
   std::size_t num_closed_ = 0;
   std::optional<AgedFrequency> aged_frequency_;
   BlockReserve reserve_;

@@ -1,6 +1,7 @@
 // CacheGroup: one attention structure. The only place where placement and prefix matching meet.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,6 +20,8 @@ struct CacheGroupSpec {
   std::int32_t cache_blocks_per_lcm_block;
   AttentionKind kind = AttentionKind::kFull;
   std::int32_t window_tokens = 0;  // of a sliding group
+  std::int32_t shard_count = 1;    // owners that hold the blocks cyclically
+  bool is_replayable = false;      // regenerated behind a hit: neither matched nor published
 };
 
 struct CacheGroup {
@@ -31,6 +34,14 @@ struct CacheGroup {
 
   // A hit needs every block before it; nothing expires.
   bool is_closed() const { return spec.kind == AttentionKind::kFull; }
+  // Leading slots that a hit accounts for: claimed, or holes. A peer fills none of them.
+  std::int64_t NumHitSlots(std::int64_t hit_tokens) const {
+    return spec.is_replayable ? 0 : hit_tokens / geometry.block_granularity();
+  }
+  // The first slot that a peer fills.
+  std::int64_t FirstLandingSlot(std::int64_t hit_tokens, std::int64_t num_prompt_tokens) const {
+    return std::max(NumHitSlots(hit_tokens), geometry.ExpiredBlocksAt(num_prompt_tokens));
+  }
   GroupHits Match(std::span<const Digest> digests, std::int64_t num_grains) const {
     return is_closed() ? FullAttentionMatcher::Match(index, keys, digests, num_grains)
                        : SlidingWindowMatcher::Match(index, keys, digests, num_grains,

@@ -1,7 +1,6 @@
 // GroupGeometry: the token arithmetic of one group. The only place where tokens become block counts.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <variant>
 
@@ -62,11 +61,6 @@ class GroupGeometry {
   std::int64_t ExpiredBlocksAt(std::int64_t num_computed_tokens) const {
     const std::int64_t num_tokens = num_computed_tokens - window_tokens_ + 1;
     return kind_ == AttentionKind::kFull || num_tokens <= 0 ? 0 : num_tokens / block_granularity_;
-  }
-
-  // The first slot that a peer fills of a prompt whose first `hit_tokens` are here.
-  std::int64_t FirstLandingSlot(std::int64_t hit_tokens, std::int64_t num_prompt_tokens) const {
-    return std::max(hit_tokens / block_granularity_, ExpiredBlocksAt(num_prompt_tokens));
   }
 
   // Growth uses the room behind the last token first.

@@ -11,8 +11,10 @@
 
 namespace pdmesh {
 
-BlockPool::BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cache_blocks_per_lcm_block)
+BlockPool::BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cache_blocks_per_lcm_block,
+                     std::vector<std::int32_t> shard_counts)
     : num_lcm_blocks_(num_lcm_blocks) {
+  shard_counts.resize(cache_blocks_per_lcm_block.size(), 1);
   if (num_lcm_blocks < 1) {
     throw std::invalid_argument("num_lcm_blocks must be at least 1, got " + std::to_string(num_lcm_blocks));
   }
@@ -22,7 +24,15 @@ BlockPool::BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cach
                                   std::to_string(packing));
     }
     max_packing_ = std::max(max_packing_, packing);
-    groups_.emplace_back().packing = packing;
+    const std::int32_t shard_count = shard_counts[groups_.size()];
+    if (shard_count < 1 || packing % shard_count != 0) {
+      throw std::invalid_argument("shard_count " + std::to_string(shard_count) +
+                                  " must divide cache_blocks_per_lcm_block " + std::to_string(packing));
+    }
+    max_shard_count_ = std::max(max_shard_count_, Index(shard_count));
+    GroupPlacement& placement = groups_.emplace_back();
+    placement.packing = packing;
+    placement.partial_parents.resize(Index(shard_count));
   }
   const std::int64_t num_children = (std::int64_t{num_lcm_blocks} + 1) * max_packing_;
   if (num_children > std::numeric_limits<std::int32_t>::max()) {
@@ -31,6 +41,7 @@ BlockPool::BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cach
   parents_.resize(Index(num_lcm_blocks) + 1);
   references_.resize(static_cast<std::size_t>(num_children));
   watched_.resize(static_cast<std::size_t>(num_children));
+  lowest_free_slots_.resize(parents_.size() * max_shard_count_);
   empty_ring_.resize(Index(num_lcm_blocks));
   for (std::int32_t lcm_block = 1; lcm_block <= num_lcm_blocks; ++lcm_block) {
     PushEmpty(lcm_block);
@@ -51,45 +62,82 @@ bool BlockPool::CanAcquire(std::int32_t group, std::int64_t num_blocks) const {
   return placement.num_free_slots + std::int64_t{num_empty_} * placement.packing >= num_blocks;
 }
 
-std::optional<std::vector<CacheBlockRef>> BlockPool::Acquire(std::int32_t group, std::int64_t num_blocks) {
+std::optional<std::vector<CacheBlockRef>> BlockPool::Acquire(std::int32_t group, std::int64_t num_blocks,
+                                                             std::vector<std::int64_t> loads) {
   if (!CanAcquire(group, num_blocks)) {
     return std::nullopt;
   }
+  loads.resize(Index(shard_count(group)));
   std::vector<CacheBlockRef> blocks;
   blocks.reserve(static_cast<std::size_t>(num_blocks));
   for (std::int64_t i = 0; i < num_blocks; ++i) {
-    blocks.push_back(Occupy(group));
+    blocks.push_back(Occupy(group, loads));
   }
   return blocks;
 }
 
-CacheBlockRef BlockPool::Occupy(std::int32_t group) {
+CacheBlockRef BlockPool::Occupy(std::int32_t group, std::vector<std::int64_t>& loads) {
   GroupPlacement& placement = groups_[Index(group)];
+  std::size_t bucket = 0;
   std::int32_t lcm_block;
-  if (placement.partial_parents.empty()) {
+  if (placement.num_free_slots == 0) {
     lcm_block = BindEmptyParent(group);
+    bucket = Index(static_cast<std::int32_t>(std::min_element(loads.begin(), loads.end()) - loads.begin()));
   } else {
-    lcm_block = placement.partial_parents.begin()->second;
-    placement.partial_parents.erase(placement.partial_parents.begin());
+    while (placement.partial_parents[bucket].empty()) {
+      ++bucket;
+    }
+    for (std::size_t other = bucket + 1; other < loads.size(); ++other) {
+      if (loads[other] < loads[bucket] && !placement.partial_parents[other].empty()) {
+        bucket = other;
+      }
+    }
+    lcm_block = placement.partial_parents[bucket].begin()->second;
+    LeavePartial(placement, lcm_block);
   }
   Parent& parent = parents_[Index(lcm_block)];
-  const std::int32_t slot = LowestFreeSlot(lcm_block);
+  std::int32_t& lowest_free_slot = LowestFreeSlot(lcm_block, bucket);
+  const std::int32_t slot = lowest_free_slot;
+  const std::size_t child = ChildIndex(lcm_block, slot);
+  references_[child] = 1;
+  const auto stride = static_cast<std::int32_t>(placement.partial_parents.size());
+  do {
+    lowest_free_slot += stride;
+  } while (lowest_free_slot < placement.packing && references_[ChildIndex(lcm_block, lowest_free_slot)] > 0);
   placement.num_watched_only_lcm_blocks -= parent.IsWatchedOnly() ? 1 : 0;
   if (++parent.num_occupied < placement.packing) {
-    placement.partial_parents.emplace(-parent.num_occupied, lcm_block);
+    EnterPartial(placement, lcm_block);
   }
   --placement.num_free_slots;
   ++placement.num_taken;
   ++num_taken_;
-  const std::size_t child = ChildIndex(lcm_block, slot);
-  references_[child] = 1;
+  ++loads[bucket];
   return CacheBlockRef(this, static_cast<std::int32_t>(child),
                        1 + (lcm_block - 1) * placement.packing + slot);
+}
+
+void BlockPool::EnterPartial(GroupPlacement& placement, std::int32_t lcm_block) {
+  for (std::size_t bucket = 0; bucket < placement.partial_parents.size(); ++bucket) {
+    if (LowestFreeSlot(lcm_block, bucket) < placement.packing) {
+      placement.partial_parents[bucket].emplace(-parents_[Index(lcm_block)].num_occupied, lcm_block);
+    }
+  }
+}
+
+void BlockPool::LeavePartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept {
+  for (std::size_t bucket = 0; bucket < placement.partial_parents.size(); ++bucket) {
+    if (LowestFreeSlot(lcm_block, bucket) < placement.packing) {
+      placement.partial_parents[bucket].erase({-parents_[Index(lcm_block)].num_occupied, lcm_block});
+    }
+  }
 }
 
 std::int32_t BlockPool::BindEmptyParent(std::int32_t group) {
   const std::int32_t lcm_block = PopEmpty();
   parents_[Index(lcm_block)].group = group;
+  for (std::size_t bucket = 0; bucket < groups_[Index(group)].partial_parents.size(); ++bucket) {
+    LowestFreeSlot(lcm_block, bucket) = static_cast<std::int32_t>(bucket);
+  }
   groups_[Index(group)].num_free_slots += groups_[Index(group)].packing;
   return lcm_block;
 }
@@ -99,8 +147,10 @@ void BlockPool::Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept {
   GroupPlacement& placement = groups_[Index(parent.group)];
   Ensure(watched_[ChildIndex(lcm_block, slot)] == 0, "a watched block was freed");
   if (parent.num_occupied < placement.packing) {
-    placement.partial_parents.erase({-parent.num_occupied, lcm_block});
+    LeavePartial(placement, lcm_block);
   }
+  const std::size_t bucket = Index(slot) % placement.partial_parents.size();
+  LowestFreeSlot(lcm_block, bucket) = std::min(LowestFreeSlot(lcm_block, bucket), slot);
   --parent.num_occupied;
   --placement.num_taken;
   --num_taken_;
@@ -113,7 +163,7 @@ void BlockPool::Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept {
   }
   ++placement.num_free_slots;
   placement.num_watched_only_lcm_blocks += parent.IsWatchedOnly() ? 1 : 0;
-  placement.partial_parents.emplace(-parent.num_occupied, lcm_block);
+  EnterPartial(placement, lcm_block);
 }
 
 void BlockPool::Release(std::int32_t child, std::int32_t block_id) noexcept {
@@ -163,11 +213,6 @@ void BlockPool::Unwatch(const CacheBlockRef& block) {
     ReportShared(block.child_, block.block_id());
   }
   watched_[Index(block.child_)] = 0;
-}
-
-std::int32_t BlockPool::LowestFreeSlot(std::int32_t lcm_block) const {
-  const std::int32_t* first = references_.data() + ChildIndex(lcm_block, 0);
-  return static_cast<std::int32_t>(std::find(first, first + max_packing_, 0) - first);
 }
 
 void BlockPool::PushEmpty(std::int32_t lcm_block) {

@@ -38,7 +38,10 @@ class BlockPool {
  public:
   // `cache_blocks_per_lcm_block[group]` is the packing of every group, complete and fixed for life.
   // Throws std::invalid_argument when a count is not positive or a block id would not fit int32.
-  BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cache_blocks_per_lcm_block);
+  // `shard_counts[group]` owners hold the blocks of a group cyclically: block id i lies in bucket
+  // (i - 1) mod shard_count. Divides the packing; empty means one everywhere.
+  BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cache_blocks_per_lcm_block,
+            std::vector<std::int32_t> shard_counts = {});
   ~BlockPool();
   BlockPool(const BlockPool&) = delete;
   BlockPool& operator=(const BlockPool&) = delete;
@@ -68,12 +71,22 @@ class BlockPool {
   }
   BlockPlace PlaceOf(std::int32_t group, std::int32_t block_id) const;
 
+  std::int32_t shard_count(std::int32_t group) const {
+    return static_cast<std::int32_t>(groups_[Index(group)].partial_parents.size());
+  }
+  std::int32_t BucketOf(std::int32_t group, std::int32_t block_id) const {
+    return (block_id - 1) % shard_count(group);
+  }
+
   bool CanAcquire(std::int32_t group, std::int64_t num_blocks) const;
 
   // All or nothing: the returned references are the only owners. nullopt, with nothing changed, if they do
-  // not fit. Placement: the fullest partial parent of the group (tie: lowest id), its lowest free slot; an
-  // empty parent, oldest first, only when the group has no free slot left.
-  std::optional<std::vector<CacheBlockRef>> Acquire(std::int32_t group, std::int64_t num_blocks);
+  // not fit. Placement: the bucket with the smallest of `loads` that has a free slot (tie: lowest), the
+  // fullest partial parent there (tie: lowest id), its lowest free slot; an empty parent, oldest first, only
+  // when the group has no free slot left. `loads` are what the caller holds in each bucket, empty for
+  // nothing.
+  std::optional<std::vector<CacheBlockRef>> Acquire(std::int32_t group, std::int64_t num_blocks,
+                                                    std::vector<std::int64_t> loads = {});
 
   // The one observer of a group; nullptr takes it away. REQUIRES: no block of the group is watched.
   void SetObserver(std::int32_t group, SharingObserver* observer);
@@ -96,7 +109,8 @@ class BlockPool {
     std::int64_t num_free_slots = 0;
     std::int64_t num_taken = 0;
     std::int32_t num_watched_only_lcm_blocks = 0;
-    std::set<std::pair<std::int32_t, std::int32_t>> partial_parents;  // (-occupied, id): fullest first
+    // By bucket, those with a free slot there: (-occupied, id), fullest first.
+    std::vector<std::set<std::pair<std::int32_t, std::int32_t>>> partial_parents;
     SharingObserver* observer = nullptr;
   };
 
@@ -120,21 +134,27 @@ class BlockPool {
   }
 
   std::int32_t BindEmptyParent(std::int32_t group);
-  CacheBlockRef Occupy(std::int32_t group);
+  CacheBlockRef Occupy(std::int32_t group, std::vector<std::int64_t>& loads);
   void Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept;
-  std::int32_t LowestFreeSlot(std::int32_t lcm_block) const;
+  std::int32_t& LowestFreeSlot(std::int32_t lcm_block, std::size_t bucket) {
+    return lowest_free_slots_[Index(lcm_block) * max_shard_count_ + bucket];
+  }
+  void EnterPartial(GroupPlacement& placement, std::int32_t lcm_block);
+  void LeavePartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept;
   void PushEmpty(std::int32_t lcm_block);
   std::int32_t PopEmpty();
 
   std::int32_t num_lcm_blocks_;
   std::int32_t max_packing_ = 0;
+  std::size_t max_shard_count_ = 1;
   std::int64_t num_taken_ = 0;
   std::uint64_t num_freed_slots_ = 0;
   std::vector<GroupPlacement> groups_;
-  std::vector<Parent> parents_;           // by parent id; [0] is the null parent
-  std::vector<std::int32_t> references_;  // by child index
-  std::vector<std::uint8_t> watched_;     // by child index
-  std::vector<std::int32_t> empty_ring_;  // FIFO of empty parents
+  std::vector<Parent> parents_;                  // by parent id; [0] is the null parent
+  std::vector<std::int32_t> references_;         // by child index
+  std::vector<std::uint8_t> watched_;            // by child index
+  std::vector<std::int32_t> lowest_free_slots_;  // by parent and bucket; the packing or more for none
+  std::vector<std::int32_t> empty_ring_;         // FIFO of empty parents
   std::size_t empty_head_ = 0;
   std::int32_t num_empty_ = 0;
 };
