@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -44,11 +45,16 @@ class Report:
         self._rows.append(Row(bench=self._bench, case=case, value=value, unit=unit, goal=goal, better="higher"))
 
     def print(self) -> None:
-        table = Table("case", "value", "unit", "goal", "met", title=self._bench)
-        marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
-        for row in self._rows:
-            bound = "" if row.goal is None else f"{'<=' if row.better == 'lower' else '>='} {row.goal:g}"
-            table.add_row(row.case, f"{row.value:,.4g}", row.unit, bound, marks[row.is_met])
-        Console(stderr=True, width=120).print(table)
-        for row in self._rows:
-            print(json.dumps(asdict(row)), flush=True)
+        print_rows(self._rows)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The table of `rows`, all of one benchmark, then their JSON lines."""
+    table = Table("case", "value", "unit", "goal", "met", title=rows[0].bench)
+    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    for row in rows:
+        bound = "" if row.goal is None else f"{'<=' if row.better == 'lower' else '>='} {row.goal:g}"
+        table.add_row(row.case, f"{row.value:,.4g}", row.unit, bound, marks[row.is_met])
+    Console(stderr=True, width=120).print(table)
+    for row in rows:
+        print(json.dumps(asdict(row)), flush=True)

@@ -23,6 +23,7 @@ from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
 from node_runtime.rpc import NodeService, RpcServer, Telemetry
+from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from scheduler_core import Role
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ class DecodeNode:
         telemetry: Telemetry,
         on_fatal: Callable[[BaseException], None],
         clock: Clock | None = None,
+        peer_notice_bound_s: float = PEER_NOTICE_BOUND_S,
     ) -> None:
+        """`peer_notice_bound_s`: how long a prefill node may go on writing before it notices a broken stream."""
+        self._peer_notice_bound_s = peer_notice_bound_s
         self._config = config
         self._core = core
         self._telemetry = telemetry
@@ -134,7 +138,7 @@ class DecodeNode:
             engine=self.engine,
             clock=self._clock,
             telemetry=self._telemetry,
-            drain_bound_s=data_plane.engine.drain_bound_s,
+            drain_bound_s=self._peer_notice_bound_s + data_plane.engine.drain_bound_s,
             vocab_size=self._core.facts.vocab_size,
         )
         return _Receiving(peers=peers, remote=remote, addresses=config.prefill)

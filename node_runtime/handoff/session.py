@@ -80,7 +80,7 @@ class DecodeHandoff:
     """
 
     def __init__(self, start: Start, *, drain_bound_s: float, vocab_size: int) -> None:
-        """`drain_bound_s`: how long a write may still land after its writer stopped posting."""
+        """`drain_bound_s`: how long a write may still land after the control stream was seen to break."""
         self._start = start
         self._vocab_size = vocab_size
         self._num_granted_blocks = 0

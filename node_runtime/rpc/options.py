@@ -15,6 +15,8 @@ _MAX_METADATA_BYTES: Final = 16 * 1024
 _RECONNECT_BACKOFF_MS: Final = (100, 1_000)
 
 CONNECT_TIMEOUT_S: Final = 3.0
+# How long a peer may go on before it notices that a connection broke without a word.
+PEER_NOTICE_BOUND_S: Final = (_KEEPALIVE_TIME_MS + _KEEPALIVE_TIMEOUT_MS) / 1000
 
 Options = tuple[tuple[str, int], ...]
 

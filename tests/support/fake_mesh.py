@@ -101,7 +101,8 @@ class FakeMesh:
         addresses = [item if isinstance(item, str) else item.address for item in prefill]
         settings = DecodeNodeConfig(model="fake", prefill=addresses, drain_grace_s=5.0, **(config or {}))
         fatal: list[BaseException] = []
-        node = DecodeNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append)
+        # One process: a stream breaks on both sides at once.
+        node = DecodeNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append, peer_notice_bound_s=0.0)
         return await self._started(FakeNode(node, made, fatal))
 
     async def fused(self, **core: object) -> FakeNode:

@@ -103,7 +103,7 @@ class Mesh:
     client: Client
     empty_lcm_blocks: dict[str, int]
 
-    def assert_all_blocks_return(self, timeout_s: float = 15.0) -> None:
+    def assert_all_blocks_return(self, timeout_s: float = 40.0) -> None:
         """Every node returns to its initial count of free blocks, cached prefixes aside, and then exactly to it."""
         for name, node in self.nodes.items():
             wait_until(lambda node=node: is_quiet(node), timeout_s, f"{name} holds nothing for a request")

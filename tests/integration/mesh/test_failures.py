@@ -74,7 +74,7 @@ def test_a_storm_of_cancelled_requests_leaves_the_mesh_as_it_was(mesh: Mesh) -> 
         next(stream)
     for stream in streams:
         stream.cancel()
-    mesh.assert_all_blocks_return(30.0)
+    mesh.assert_all_blocks_return()
     assert mesh.client.generate(text="The capital of France is", max_tokens=1).text == " Paris"
 
 
@@ -107,7 +107,7 @@ def test_killing_the_prefill_process_fails_only_its_requests_and_a_new_one_is_us
     tokens += [token.token_id for response in decoding for token in response.delta.tokens]
     assert tokens == expected
     decode = mesh.nodes["decode"]
-    wait_until(lambda: is_quiet(decode), 20.0, "the decode node holds nothing")
+    wait_until(lambda: is_quiet(decode), 40.0, "the decode node holds nothing")
 
     code, _ = mesh.client.error(10.0, text="x", max_tokens=2)
     assert code == grpc.StatusCode.UNAVAILABLE
