@@ -21,11 +21,11 @@ build: setup ## rebuild native code and protos if they changed
 demo: runtime ## prefill on one node, decode on another, watch it
 	@$(BIN)/pdmesh demo $(if $(MODEL),--model $(MODEL))
 
-test: setup test-cpp test-python ## run all tests
+test: setup test-cpp test-python ## run all tests, those in C++ under ASan and UBSan
 
 test-cpp:
 	@mkdir -p build
-	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
+	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
 	  || { cat build/cpp-tests.log; exit 1; }
 	@cmake --build build/cpp-tests --target scheduler_core_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
 	@ctest --test-dir build/cpp-tests --output-on-failure --no-tests=error --progress

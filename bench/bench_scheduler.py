@@ -122,7 +122,7 @@ def decode_steps() -> Iterator[Row]:
     for groups, kinds, goal in (((FULL_GROUP,), "full", 1.0), (ALL_KINDS, "full + sliding + state", 2.5)):
         for num_requests in (64, 256, 1024):
             load = DecodeLoad.start(num_requests, num_steps, groups=groups)
-            total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])  # type: ignore[misc]
+            total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])
             yield Row(
                 bench=BENCH,
                 case=f"plan and advance: {num_requests} decoding at 4k context, {kinds}",
