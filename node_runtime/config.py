@@ -20,6 +20,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DataPlaneName = Literal["mooncake", "memory"]
 TransferProtocol = Literal["tcp", "rdma"]
+EvictionPolicyName = Literal["lru", "aged_frequency"]
 
 _SIZE_UNITS = {
     "": 1,
@@ -173,6 +174,9 @@ class ComputeNodeConfig(NodeConfig):
     data_plane: DataPlaneName = Field(default="mooncake", description="What moves the cache between nodes.")
     transfer_protocol: TransferProtocol = Field(
         default="tcp", description="Transport of the data plane. rdma is refused on a machine without an RDMA device."
+    )
+    eviction_policy: EvictionPolicyName = Field(
+        default="lru", description="Which cached prefixes go first: the least recently used, or by use and age."
     )
     rdma_device: str = Field(
         default="", description="RDMA device to use, e.g. mlx5_0. Default: the data plane chooses."

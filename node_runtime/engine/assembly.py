@@ -20,7 +20,7 @@ from model_runtime.executor import ModelExecutor
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.errors import BadConfig
-from scheduler_core import ConfigError, Role, Scheduler, SchedulerConfig
+from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
 
 
 def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: int = 64) -> ComputeCore:
@@ -52,6 +52,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         token_budget=config.token_budget,
         cache_groups=pool_to_cache_groups(contract),
         enable_prefix_cache=config.enable_prefix_cache,
+        eviction_policy=EvictionPolicy[config.eviction_policy.upper()],
         max_ready_ungranted=max_ready_ungranted,
     )
     scheduler_config.validate()

@@ -92,6 +92,13 @@ def test_a_bad_option_is_named(model_path: Path, option: str, value: str) -> Non
     assert option in output or option.strip("-").replace("-", "_") in output
 
 
+def test_an_eviction_policy_without_a_prefix_cache_is_refused(model_path: Path) -> None:
+    options = ("--eviction-policy", "aged_frequency", "--no-enable-prefix-cache")
+    output = start_fails("fused", "--model", str(model_path), "--port", "0", *COMPUTE, *options)
+    assert "eviction_policy" in output
+    assert "enable_prefix_cache" in output
+
+
 def test_an_unknown_key_in_a_config_file_is_named(model_path: Path, tmp_path: Path) -> None:
     config = tmp_path / "fused.yaml"
     config.write_text(f"model: {model_path}\nprefix_granualrity: 64\n")
