@@ -94,6 +94,11 @@ class MemoryFabric:
             self.faults(endpoint).held = False
             self.changed.notify_all()
 
+    def num_unfinished_writes(self, endpoint: str) -> int:
+        """Writes to the endpoint that were posted and have not ended."""
+        with self.changed:
+            return sum(engine.num_unfinished_writes(endpoint) for engine in self._engines.values())
+
 
 @dataclass(slots=True, eq=False)
 class _Write:
@@ -170,6 +175,10 @@ class MemoryEngine:
             self._queue.append(write)
             self._fabric.changed.notify_all()
         return write.future
+
+    def num_unfinished_writes(self, peer: str) -> int:
+        """Writes to `peer` that wait or are being copied. The caller holds the fabric's `changed`."""
+        return sum(write.link.peer == peer for write in self._queue)
 
     def wake(self) -> None:
         """Has the copying thread look at its writes again."""

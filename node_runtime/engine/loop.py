@@ -209,6 +209,8 @@ class EngineLoop:
                 self._accept_first_token(command)
             case Invoke():
                 command.action()
+                # Whoever hears that the action is done may look at once.
+                self._snapshot = self._take_snapshot()
             case Shutdown():
                 self._stopping = True
             case _:

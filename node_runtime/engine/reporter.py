@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from pdmesh.v1 import mesh_pb2
 
@@ -57,14 +56,19 @@ class ComputeReporter:
     async def clear_cache(self) -> bool:
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[bool] = event_loop.create_future()
-        self._engine.post(Invoke(action=partial(self._clear_on_engine, event_loop, answer)))
-        return await answer
+        outcome: list[bool] = []
 
-    def _clear_on_engine(self, event_loop: asyncio.AbstractEventLoop, answer: asyncio.Future[bool]) -> None:
-        was_cleared = self._clear_cache()
+        def clear() -> None:
+            outcome.append(self._clear_cache())
 
         def set_answer() -> None:
             if not answer.done():
-                answer.set_result(was_cleared)
+                answer.set_result(outcome[0])
 
-        event_loop.call_soon_threadsafe(set_answer)
+        def tell() -> None:
+            event_loop.call_soon_threadsafe(set_answer)
+
+        # Two commands: when the second one runs, the snapshot shows what the first one did.
+        self._engine.post(Invoke(action=clear))
+        self._engine.post(Invoke(action=tell))
+        return await answer

@@ -48,7 +48,7 @@ def hold_transfer(mesh: FakeMesh, prefill: FakeNode, decode: FakeNode) -> Stage:
     """Writes are posted and do not land."""
     mesh.fabric.hold(decode.endpoint)
     return Stage(
-        lambda: prefill.node.engine.snapshot.num_steps >= 3 and decode.node.engine.snapshot.active_lcm_blocks > 0,
+        lambda: mesh.fabric.num_unfinished_writes(decode.endpoint) > 0,
         lambda: mesh.fabric.release(decode.endpoint),
     )
 
