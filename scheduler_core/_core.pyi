@@ -135,7 +135,7 @@ class SchedulerConfig:
 
 class ResultEvent:
     """
-    The result of a scheduled row: no token for a chunk before the last, else one.
+    The result of a scheduled row: no token for a chunk before the last, one for the last, up to verify_width for a decode row.
     """
 
     def __init__(self, request_id: str, tokens: Sequence[int]) -> None: ...
@@ -285,7 +285,15 @@ class Plan:
 
     @property
     def begins(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
-        """int32[num_rows], position of the row's first input token"""
+        """
+        int32[num_rows], position of the row's first input token; of a decode row planned while results are out the earliest, one token counted for each of them
+        """
+
+    @property
+    def num_results_out(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """
+        int32[num_rows], results of the request that were out when the row was planned
+        """
 
     @property
     def replay_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
@@ -321,7 +329,9 @@ class Plan:
 
     @property
     def token_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
-        """int32[sum(input_lengths)], inputs of all rows in row order"""
+        """
+        int32[sum(input_lengths)], inputs of all rows in row order, -1 for a draft and for a token that has not landed
+        """
 
     @property
     def block_tables(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', writable=False)]]:
@@ -354,10 +364,10 @@ class RequestSpec:
     """What a caller submits."""
 
     @overload
-    def __init__(self, *, request_id: str, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], max_new_tokens: int, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
+    def __init__(self, *, request_id: str, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], max_new_tokens: int | None = None, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
 
     @overload
-    def __init__(self, *, request_id: str, tokens: Sequence[int], max_new_tokens: int, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
+    def __init__(self, *, request_id: str, tokens: Sequence[int], max_new_tokens: int | None = None, extra_keys: Sequence[bytes] = [], local_prefill: bool = False) -> None: ...
 
     @property
     def request_id(self) -> str: ...
@@ -366,7 +376,8 @@ class RequestSpec:
     def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]: ...
 
     @property
-    def max_new_tokens(self) -> int: ...
+    def max_new_tokens(self) -> int | None:
+        """None: undeclared"""
 
     @property
     def local_prefill(self) -> bool: ...

@@ -42,8 +42,10 @@ EventView EventViewOf(nb::handle event) {
 }
 
 void BindEvents(nb::module_& module) {
-  nb::class_<ResultEvent>(module, "ResultEvent",
-                          "The result of a scheduled row: no token for a chunk before the last, else one.")
+  nb::class_<ResultEvent>(
+      module, "ResultEvent",
+      "The result of a scheduled row: no token for a chunk before the last, one for the last, up to "
+      "verify_width for a decode row.")
       .def(
           "__init__",
           [](ResultEvent* self, std::string request_id, std::vector<std::int32_t> tokens) {

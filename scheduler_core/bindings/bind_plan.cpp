@@ -80,7 +80,10 @@ void BindPlan(nb::module_& module) {
       .def_prop_ro("request_slots", &ColumnOf<&Plan::request_slots>, "int32[num_rows], from 1")
       .def_prop_ro("input_lengths", &ColumnOf<&Plan::input_lengths>, "int32[num_rows], tokens")
       .def_prop_ro("begins", &ColumnOf<&Plan::begins>,
-                   "int32[num_rows], position of the row's first input token")
+                   "int32[num_rows], position of the row's first input token; of a decode row planned while "
+                   "results are out the earliest, one token counted for each of them")
+      .def_prop_ro("num_results_out", &ColumnOf<&Plan::num_results_out>,
+                   "int32[num_rows], results of the request that were out when the row was planned")
       .def_prop_ro("replay_lengths", &ColumnOf<&Plan::replay_lengths>,
                    "int32[num_rows], inputs at the row's begin whose rows only replayable groups write; the "
                    "others have them")
@@ -106,7 +109,9 @@ void BindPlan(nb::module_& module) {
           "per group: int32[num_rows], the table slot a row leaves its final state in; empty for history "
           "groups")
       .def_prop_ro("token_ids", &ColumnOf<&Plan::token_ids>,
-                   "int32[sum(input_lengths)], inputs of all rows in row order")
+                   "int32[sum(input_lengths)], inputs of all rows in row order, -1 for a draft and for a "
+                   "token that has "
+                   "not landed")
       .def_prop_ro("block_tables", &BlockTablesOf,
                    "per group: int32[num_rows, max_slots], 0 = hole, -1 = padding")
       .def_prop_ro(

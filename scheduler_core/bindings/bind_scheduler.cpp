@@ -1,6 +1,8 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -31,7 +33,7 @@ std::vector<std::int32_t> TokensOf(const TokenArray& tokens) {
 }
 
 void InitSpec(RequestSpec* self, std::string request_id, std::vector<std::int32_t> tokens,
-              std::int32_t max_new_tokens, const ByteKeys& extra_keys, bool local_prefill) {
+              std::optional<std::int32_t> max_new_tokens, const ByteKeys& extra_keys, bool local_prefill) {
   new (self) RequestSpec{.request_id = std::move(request_id),
                          .tokens = std::move(tokens),
                          .max_new_tokens = max_new_tokens,
@@ -43,20 +45,20 @@ void BindSpec(nb::module_& module) {
   nb::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
       .def(
           "__init__",
-          [](RequestSpec* self, std::string request_id, const TokenArray& tokens, std::int32_t max_new_tokens,
-             const ByteKeys& extra_keys, bool local_prefill) {
+          [](RequestSpec* self, std::string request_id, const TokenArray& tokens,
+             std::optional<std::int32_t> max_new_tokens, const ByteKeys& extra_keys, bool local_prefill) {
             InitSpec(self, std::move(request_id), TokensOf(tokens), max_new_tokens, extra_keys,
                      local_prefill);
           },
-          nb::kw_only(), "request_id"_a, "tokens"_a.noconvert(), "max_new_tokens"_a,
+          nb::kw_only(), "request_id"_a, "tokens"_a.noconvert(), "max_new_tokens"_a = nb::none(),
           "extra_keys"_a = ByteKeys(), "local_prefill"_a = false)
-      .def("__init__", &InitSpec, nb::kw_only(), "request_id"_a, "tokens"_a, "max_new_tokens"_a,
+      .def("__init__", &InitSpec, nb::kw_only(), "request_id"_a, "tokens"_a, "max_new_tokens"_a = nb::none(),
            "extra_keys"_a = ByteKeys(), "local_prefill"_a = false)
       .def_ro("request_id", &RequestSpec::request_id)
       .def_prop_ro(
           "tokens",
           [](nb::handle_t<RequestSpec> self) { return ViewOf(ValueOf<RequestSpec>(self).tokens, self); })
-      .def_ro("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_ro("max_new_tokens", &RequestSpec::max_new_tokens, "None: undeclared")
       .def_ro("local_prefill", &RequestSpec::local_prefill);
 }
 

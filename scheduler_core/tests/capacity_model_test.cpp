@@ -58,6 +58,7 @@ TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
                            .end_tokens = 4000,
                            .num_prompt_tokens = 4000,
                            .num_needed_tokens = 8000,
+                           .num_limit_tokens = 8000,
                            .is_local = false};
   EXPECT_EQ(model.FirstDemands(landing)[0].num_promised_blocks, 16 + 17);
   PromptSpan local = landing;
@@ -107,6 +108,7 @@ TEST(CapacityModel, TheEndOfAPromptIsNotCutIntoBodyAndTail) {
                         .end_tokens = 1636,
                         .num_prompt_tokens = 1636,
                         .num_needed_tokens = 1700,
+                        .num_limit_tokens = 1700,
                         .is_local = true};
   EXPECT_EQ(StateSlots(model, 1, 128, span), (Slots{11, 12, 13}));
   EXPECT_EQ(StateSlots(model, 2, 32, span), (Slots{47, 48, 49, 50, 51, 52}));
@@ -118,6 +120,7 @@ TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone
                   .end_tokens = 12,
                   .num_prompt_tokens = 30,
                   .num_needed_tokens = 40,
+                  .num_limit_tokens = 40,
                   .is_local = true};
   EXPECT_EQ(StateSlots(coarse, 0, 4, span), (Slots{2}));
   const CapacityModel fine(Config(Role::kFused, 2, 64, {State(2)}));
@@ -130,8 +133,12 @@ TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone
 }
 
 TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
-  const PromptSpan landing{
-      .begin_tokens = 0, .end_tokens = 8, .num_prompt_tokens = 8, .num_needed_tokens = 20, .is_local = false};
+  const PromptSpan landing{.begin_tokens = 0,
+                           .end_tokens = 8,
+                           .num_prompt_tokens = 8,
+                           .num_needed_tokens = 20,
+                           .num_limit_tokens = 20,
+                           .is_local = false};
   const CapacityModel decode(Config(Role::kDecode, 4, 64, {State(1)}));
   EXPECT_EQ(StateSlots(decode, 0, 1, landing), (Slots{7, 8}));
   EXPECT_EQ(decode.FirstDemands(landing)[0].num_promised_blocks, 2);

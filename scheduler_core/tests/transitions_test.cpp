@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <initializer_list>
 #include <map>
 #include <string>
 
@@ -18,14 +19,22 @@ constexpr std::array kAllPhases = {Phase::kAwaitingReady,  Phase::kWaiting,     
 // "next phase", "-" for ignored, "!" for a broken contract.
 std::string Outcome(Role role, Phase phase, const EventView& event, bool is_remote) {
   try {
-    const Judgement judgement =
-        Judge(role, {.phase = phase, .is_remote = is_remote, .owes_result = false}, event);
+    const Judgement judgement = Judge(role, {.phase = phase, .is_remote = is_remote}, event);
     return judgement.verdict == Verdict::kIgnore ? "-" : NameOf(judgement.next.phase);
   } catch (const ContractError& error) {
     EXPECT_NE(std::string(error.what()).find(NameOf(event)), std::string::npos);
     EXPECT_NE(std::string(error.what()).find(NameOf(phase)), std::string::npos);
     return "!";
   }
+}
+
+// Results that are out, by the most tokens they bring.
+ResultsOut Out(std::initializer_list<std::int32_t> max_tokens) {
+  ResultsOut out;
+  for (const std::int32_t most : max_tokens) {
+    out.Add(most);
+  }
+  return out;
 }
 
 std::map<std::string, std::string> Outcomes(Role role, const EventView& event, bool is_remote) {
@@ -113,16 +122,63 @@ TEST(Transitions, AFailureAfterDoneIsLate) {
 TEST(Transitions, AResultMustBeOwedAndHoldWhatTheRowWasDue) {
   const ResultEvent none{.request_id = "r", .tokens = {}};
   const ResultEvent one{.request_id = "r", .tokens = {5}};
-  const auto judge = [](Phase phase, bool owes, const ResultEvent& result) {
-    return Judge(Role::kFused, {.phase = phase, .is_remote = false, .owes_result = owes}, &result).next.phase;
+  const auto judge = [](Phase phase, const ResultsOut& out, const ResultEvent& result) {
+    const PhaseView view{.phase = phase, .is_remote = false, .results_out = out, .num_wanted_tokens = 9};
+    return Judge(Role::kFused, view, &result).next.phase;
   };
-  EXPECT_EQ(judge(Phase::kPrefilling, true, none), Phase::kPrefilling);
-  EXPECT_EQ(judge(Phase::kAwaitingResult, true, one), Phase::kPrefillDone);
-  EXPECT_EQ(judge(Phase::kDecoding, true, one), Phase::kDecoding);
-  EXPECT_EQ(judge(Phase::kFinished, false, one), Phase::kFinished);
-  EXPECT_THROW(judge(Phase::kPrefilling, true, one), ContractError);
-  EXPECT_THROW(judge(Phase::kDecoding, true, none), ContractError);
-  EXPECT_THROW(judge(Phase::kDecoding, false, one), ContractError);
+  EXPECT_EQ(judge(Phase::kPrefilling, Out({0}), none), Phase::kPrefilling);
+  EXPECT_EQ(judge(Phase::kAwaitingResult, Out({1}), one), Phase::kPrefillDone);
+  EXPECT_EQ(judge(Phase::kDecoding, Out({1}), one), Phase::kDecoding);
+  EXPECT_EQ(judge(Phase::kFinished, Out({}), one), Phase::kFinished);
+  EXPECT_THROW(judge(Phase::kPrefilling, Out({0}), one), ContractError);
+  EXPECT_THROW(judge(Phase::kDecoding, Out({1}), none), ContractError);
+  EXPECT_THROW(judge(Phase::kDecoding, Out({}), one), ContractError);
+}
+
+// behaviour: S1
+TEST(Transitions, ADecodeRowBringsAtLeastOneTokenAndNoMoreThanItFedOrAreWanted) {
+  const auto outcome = [](std::vector<std::int32_t> tokens, std::int32_t num_wanted_tokens) {
+    const ResultEvent result{.request_id = "r", .tokens = std::move(tokens)};
+    const PhaseView view{.phase = Phase::kDecoding,
+                         .is_remote = false,
+                         .results_out = Out({4}),
+                         .num_wanted_tokens = num_wanted_tokens};
+    try {
+      return std::to_string(Judge(Role::kFused, view, &result).next.num_wanted_tokens);
+    } catch (const ContractError& error) {
+      return std::string(error.what());
+    }
+  };
+  EXPECT_EQ(outcome({5}, 9), "8");
+  EXPECT_EQ(outcome({5, 6, 7, 8}, 9), "5");
+  EXPECT_NE(outcome({}, 9).find("tokens must hold 1 to 4, got 0"), std::string::npos);
+  EXPECT_NE(outcome({1, 2, 3, 4, 5}, 9).find("tokens must hold 1 to 4, got 5"), std::string::npos);
+  EXPECT_NE(outcome({1, 2, 3}, 2).find("tokens must hold 1 to 2, got 3"), std::string::npos);
+  EXPECT_NE(outcome({1, -2}, 9).find("tokens[1] must not be negative, got -2"), std::string::npos);
+  EXPECT_EQ(outcome({}, 0), "0");  // the result before it brought all
+}
+
+// behaviour: J11
+TEST(Transitions, ResultsOfOverlappedRowsLandInTheOrderOfTheirRows) {
+  const ResultEvent none{.request_id = "r", .tokens = {}};
+  const ResultEvent one{.request_id = "r", .tokens = {5}};
+  const ResultEvent two{.request_id = "r", .tokens = {5, 6}};
+  const PhaseView completed{.phase = Phase::kAwaitingResult,
+                            .is_remote = false,
+                            .results_out = Out({0, 1}),
+                            .num_wanted_tokens = 9};
+  EXPECT_THROW(Judge(Role::kFused, completed, &one), ContractError);
+  const PhaseView last_out = Judge(Role::kFused, completed, &none).next;
+  EXPECT_EQ(last_out.phase, Phase::kAwaitingResult);
+  EXPECT_THROW(Judge(Role::kFused, last_out, &none), ContractError);
+  EXPECT_EQ(Judge(Role::kFused, last_out, &one).next.phase, Phase::kPrefillDone);
+
+  const PhaseView ahead{
+      .phase = Phase::kDecoding, .is_remote = false, .results_out = Out({1, 4}), .num_wanted_tokens = 9};
+  EXPECT_THROW(Judge(Role::kFused, ahead, &two), ContractError);
+  const PhaseView first_landed = Judge(Role::kFused, ahead, &one).next;
+  EXPECT_EQ(first_landed.results_out.num(), 1);
+  EXPECT_EQ(Judge(Role::kFused, first_landed, &two).next.results_out.num(), 0);
 }
 
 TEST(Transitions, EventsOfAnotherRoleAreABrokenContract) {

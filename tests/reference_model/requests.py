@@ -36,7 +36,7 @@ class Request:
     is_remote: bool
     phase: Phase
     tokens: list[int]
-    owes_result: bool = False
+    num_results_out: int = 0
     is_granted: bool = False
     did_not_fit: bool = False
     num_overtakes: int = 0
@@ -73,7 +73,7 @@ class Request:
         """A request that has all its tokens is not scheduled again; it waits for the runtime's finish."""
         is_in_line = self.phase in (Phase.PREFILL_DONE, Phase.DECODING)
         num_generated = len(self.tokens) - self.num_prompt_tokens
-        return is_in_line and not self.owes_result and num_generated < self.submission.max_new_tokens
+        return is_in_line and self.num_results_out == 0 and num_generated < self.submission.max_new_tokens
 
     def prefixes(self, prefix_granularity: int, num_grains: int) -> list[Prefix]:
         ends = [(grain + 1) * prefix_granularity for grain in range(num_grains)]

@@ -86,7 +86,7 @@ class Round:
         for request in self.books.requests:
             has_place = self.num_free_rows() > 0 and self.num_budget_tokens >= cost_tokens
             if request.can_decode and has_place:
-                request.phase, request.owes_result = Phase.DECODING, True
+                request.phase, request.num_results_out = Phase.DECODING, 1
                 self.books.publish_pending(request)
                 self.books.consume_reserve(request, self.books.shape.verify_width)
                 self.decode_rows.append(Row(request, len(request.tokens) - 1, 1, is_prefill=False))
@@ -95,7 +95,7 @@ class Round:
     def plan_resident_chunks(self) -> bool:
         """False if a prompt stays incomplete or has a result out: nothing younger is prefilled before it."""
         for request in self.books.in_phase(Phase.PREFILLING):
-            if request.owes_result or not self.has_room():
+            if request.num_results_out or not self.has_room():
                 return False
             self.plan_chunk(request)
             if request.phase is Phase.PREFILLING:
@@ -122,7 +122,7 @@ class Round:
     def plan_one_local_prefill(self) -> bool:
         """The oldest resident one, else a new one. Remote prompts that did not fit stand in the same line."""
         for request in self.books.in_phase(Phase.PREFILLING):
-            if request.owes_result:
+            if request.num_results_out:
                 return False
             self.plan_chunk(request)
             return True
@@ -193,7 +193,7 @@ class Round:
         self.num_budget_tokens -= end - begin
         is_last = end == request.num_prompt_tokens
         request.phase = Phase.AWAITING_RESULT if is_last else Phase.PREFILLING
-        request.owes_result = True
+        request.num_results_out = 1
 
     # Layout.
 
@@ -210,6 +210,7 @@ class Round:
             plan.replay_lengths.append(0)
             plan.checkpoint_tokens.append(0)
             plan.begins.append(row.begin)
+            plan.num_results_out.append(0)
             plan.prefill_lengths.append(row.request.num_prompt_tokens if row.is_prefill else 0)
             plan.logits_wanted.append(int(not row.is_prefill or end == row.request.num_prompt_tokens))
             plan.token_ids += row.request.tokens[row.begin : end]

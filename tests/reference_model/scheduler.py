@@ -96,7 +96,7 @@ class ReferenceScheduler:
     def land(self, request: Request, tokens: tuple[int, ...]) -> None:
         """In decoding, all tokens but the last are computed: it is the next row's input."""
         request.tokens += tokens
-        request.owes_result = False
+        request.num_results_out = 0
         if request.phase in (Phase.AWAITING_RESULT, Phase.REMOTE_PREFILLING):
             request.phase = Phase.PREFILL_DONE
         if request.phase is Phase.DECODING:
@@ -110,12 +110,12 @@ class ReferenceScheduler:
             return
         if phase is Phase.QUARANTINED:
             self.books.release_hits(request)
-        request.phase, request.slot, request.owes_result = phase, 0, False
+        request.phase, request.slot, request.num_results_out = phase, 0, 0
 
     def end(self, request: Request) -> None:
         """The id stays in use until the next plan has named it."""
         self.books.release_all(request)
-        request.phase, request.owes_result = Phase.FINISHED, False
+        request.phase, request.num_results_out = Phase.FINISHED, 0
 
     # Plans.
 
@@ -206,7 +206,7 @@ class ReferenceScheduler:
         if request.is_resident:
             head += f" slot={request.slot} hit={request.num_hit_tokens} computed={request.num_computed_tokens}"
             head += f" published_grains={request.num_published_grains}"
-        lines = [head + (" owes_result" if request.owes_result else "")]
+        lines = [head + (f" results_out={request.num_results_out}" if request.num_results_out else "")]
         for group, table in zip(self.shape.groups, request.tables, strict=False):
             ids = "".join(f" {block_id or '-'}" for block_id in table.block_ids())
             lines.append(f"  {group.group_id}:{ids} | room {table.tail_room}")

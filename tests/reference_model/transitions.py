@@ -22,14 +22,14 @@ class View:
 
     phase: Phase
     is_remote: bool
-    owes_result: bool
+    num_results_out: int
 
     @staticmethod
     def of(request: Request) -> View:
-        return View(request.phase, request.is_remote, request.owes_result)
+        return View(request.phase, request.is_remote, request.num_results_out)
 
     def after(self, phase: Phase) -> View:
-        return replace(self, phase=phase, owes_result=False)
+        return replace(self, phase=phase, num_results_out=0)
 
 
 ROLES_OF_EVENTS = {
@@ -50,7 +50,7 @@ def judge(role: Role, view: View, event: Event) -> View | None:
         # Every row owes one result: no token before the last chunk, else one. A result nobody owes cannot be meant.
         case EventKind.RESULT if phase not in HAS_ENDED:
             num_due = 0 if phase is Phase.PREFILLING else 1
-            is_refused |= not view.owes_result or len(event.tokens) != num_due or any(t < 0 for t in event.tokens)
+            is_refused |= view.num_results_out == 0 or len(event.tokens) != num_due or any(t < 0 for t in event.tokens)
             after = view.after(Phase.PREFILL_DONE if phase is Phase.AWAITING_RESULT else phase)
         # The runtime ends a completion, so there must be one. On the prefill role the transfer ends a request.
         case EventKind.FINISH if phase not in HAS_ENDED:

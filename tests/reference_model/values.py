@@ -102,6 +102,7 @@ class Plan:
     input_lengths: list[int] = field(default_factory=list)
     replay_lengths: list[int] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
+    num_results_out: list[int] = field(default_factory=list)
     prefill_lengths: list[int] = field(default_factory=list)
     logits_wanted: list[int] = field(default_factory=list)
     checkpoint_tokens: list[int] = field(default_factory=list)

@@ -10,8 +10,8 @@
 
 namespace pdmesh {
 
-// The result of a scheduled row: no token for a chunk before the last, one for the last chunk and every
-// decode row.
+// The result of a scheduled row: no token for a chunk before the last, one for the last chunk, and as many as
+// a decode row has verified, at least one.
 struct ResultEvent {
   std::string request_id;
   std::vector<std::int32_t> tokens;

@@ -41,6 +41,18 @@ const Holdings* HoldingsOf(const RequestState& state) {
   return HoldingsOf(const_cast<RequestState&>(state));
 }
 
+ResultsOut ResultsOutOf(const RequestState& state) {
+  return std::visit(
+      [](const auto& concrete) -> ResultsOut {
+        if constexpr (requires { concrete.results_out; }) {
+          return concrete.results_out;
+        } else {
+          return {};
+        }
+      },
+      state);
+}
+
 const std::vector<BlockTable>* TablesOf(const RequestState& state) {
   if (const Holdings* holdings = HoldingsOf(state)) {
     return &holdings->tables;
@@ -55,11 +67,11 @@ const std::vector<BlockTable>* TablesOf(const RequestState& state) {
 }
 
 Prefilling StartPrefill(Waiting&&, Holdings holdings) {
-  return {.holdings = std::move(holdings), .owes_result = true};
+  return {.holdings = std::move(holdings), .results_out = {}};
 }
 
 AwaitingResult CompletePrompt(Prefilling&& state) {
-  return {.holdings = std::move(state.holdings)};
+  return {.holdings = std::move(state.holdings), .results_out = state.results_out};
 }
 
 RemotePrefilling GrantRemotePrefill(Waiting&&, Holdings holdings) {
@@ -75,7 +87,11 @@ PrefillDone LandRemotePrefill(RemotePrefilling&& state) {
 }
 
 Decoding StartDecoding(PrefillDone&& state) {
-  return {.holdings = std::move(state.holdings), .owes_result = true};
+  return {.holdings = std::move(state.holdings), .results_out = {}};
+}
+
+Decoding StartDecoding(AwaitingResult&& state) {
+  return {.holdings = std::move(state.holdings), .results_out = state.results_out};
 }
 
 HandingOver StartHandover(PrefillDone&& state) {

@@ -11,6 +11,7 @@
 #include "cache/coordinator/block_reserve.h"
 #include "cache/core/block_table.h"
 #include "cache/prefix/aged_frequency.h"
+#include "fsm/results_out.h"
 #include "fsm/slot_pool.h"
 
 namespace pdmesh {
@@ -23,8 +24,10 @@ struct Holdings {
   std::uint64_t epoch = 0;
   PromptUses uses;
   std::int32_t num_hit_tokens = 0;
-  std::int32_t num_computed_tokens =
-      0;  // prompt and completion tokens whose rows are written or being written
+  // Of a prompt what is written or being written; later all tokens but the last, which is the next input.
+  std::int32_t num_computed_tokens = 0;
+  // Positions that the tables have made room for, drafts of rows whose results are out included.
+  std::int64_t num_covered_tokens = 0;
   std::int32_t num_published_grains = 0;  // hits included
   // Where a prompt is stopped because others share it up to there; 0 for nowhere.
   std::int32_t promotion_tokens = 0;
@@ -39,10 +42,11 @@ struct AwaitingReady {};  // decode role: the peer has not started
 struct Waiting {};
 struct Prefilling {
   Holdings holdings;
-  bool owes_result;
+  ResultsOut results_out;
 };
 struct AwaitingResult {  // the last chunk is out
   Holdings holdings;
+  ResultsOut results_out;
 };
 struct RemotePrefilling {  // decode role: a peer fills the blocks
   Holdings holdings;
@@ -52,7 +56,7 @@ struct PrefillDone {  // the first token has landed
 };
 struct Decoding {
   Holdings holdings;
-  bool owes_result;
+  ResultsOut results_out;  // the last chunk's may be among them
 };
 struct HandingOver {  // prefill role: the transfer reads the blocks until the peer has everything
   Holdings holdings;
@@ -93,6 +97,8 @@ const char* NameOf(Phase phase);
 // The holdings of a state that has them, else nullptr.
 Holdings* HoldingsOf(RequestState& state);
 const Holdings* HoldingsOf(const RequestState& state);
+// The results that are out in a state; none in one that schedules no row.
+ResultsOut ResultsOutOf(const RequestState& state);
 // The tables of a state that holds blocks, else nullptr.
 const std::vector<BlockTable>* TablesOf(const RequestState& state);
 
@@ -103,6 +109,7 @@ RemotePrefilling GrantRemotePrefill(Waiting&&, Holdings holdings);
 PrefillDone LandFirstToken(AwaitingResult&& state);
 PrefillDone LandRemotePrefill(RemotePrefilling&& state);
 Decoding StartDecoding(PrefillDone&& state);
+Decoding StartDecoding(AwaitingResult&& state);
 HandingOver StartHandover(PrefillDone&& state);
 // The slot and everything but the blocks returns at once.
 TransferHeld HoldForTransfer(Holdings holdings);

@@ -24,18 +24,17 @@ class Table {
     if (HasEnded(view_.phase)) {
       return Ignore();
     }
-    if (!view_.owes_result) {
+    if (view_.results_out.num() == 0) {
       Refuse("no result is owed");
     }
-    const std::size_t num_due = view_.phase == Phase::kPrefilling ? 0 : 1;
-    if (result->tokens.size() != num_due) {
-      Refuse("tokens must hold " + std::to_string(num_due) + ", got " +
-             std::to_string(result->tokens.size()));
-    }
-    if (num_due == 1 && result->tokens[0] < 0) {
-      Refuse("tokens[0] must not be negative, got " + std::to_string(result->tokens[0]));
-    }
-    return To(view_.phase == Phase::kAwaitingResult ? Phase::kPrefillDone : view_.phase);
+    CheckTokens(result->tokens);
+    const bool is_first_token =
+        view_.phase == Phase::kAwaitingResult && view_.results_out.oldest_max_tokens() > 0;
+    PhaseView next = view_;
+    next.phase = is_first_token ? Phase::kPrefillDone : view_.phase;
+    next.results_out.Land();
+    next.num_wanted_tokens -= static_cast<std::int32_t>(result->tokens.size());
+    return {.verdict = Verdict::kApply, .next = next};
   }
 
   Judgement operator()(const FinishEvent*) const {
@@ -73,7 +72,9 @@ class Table {
     if (done->token < 0) {
       Refuse("token must not be negative, got " + std::to_string(done->token));
     }
-    return To(Phase::kPrefillDone);
+    Judgement landed = To(Phase::kPrefillDone);
+    --landed.next.num_wanted_tokens;
+    return landed;
   }
 
   Judgement operator()(const HandedOverEvent*) const {
@@ -114,6 +115,28 @@ class Table {
                         "\" in state " + NameOf(view_.phase) + ": " + why);
   }
 
+  // A row that was planned ahead brings none when the result before it brought all that was wanted. The first
+  // token lands whether one is wanted or not.
+  void CheckTokens(const std::vector<std::int32_t>& tokens) const {
+    std::int32_t most = view_.results_out.oldest_max_tokens();
+    if (view_.phase == Phase::kDecoding) {
+      most = std::min(most, view_.num_wanted_tokens);
+    }
+    const std::int32_t least = std::min(1, most);
+    const auto num_tokens = static_cast<std::int64_t>(tokens.size());
+    if (num_tokens < least || num_tokens > most) {
+      const std::string due =
+          least == most ? std::to_string(most) : std::to_string(least) + " to " + std::to_string(most);
+      Refuse("tokens must hold " + due + ", got " + std::to_string(num_tokens));
+    }
+    const auto negative =
+        std::find_if(tokens.begin(), tokens.end(), [](std::int32_t token) { return token < 0; });
+    if (negative != tokens.end()) {
+      Refuse("tokens[" + std::to_string(negative - tokens.begin()) + "] must not be negative, got " +
+             std::to_string(*negative));
+    }
+  }
+
   void RequireRole(Role role) const {
     if (role_ != role) {
       Refuse(std::string("the event belongs to the ") + NameOf(role) + " role, this scheduler is " +
@@ -125,7 +148,10 @@ class Table {
 
   Judgement To(Phase phase) const {
     return {.verdict = Verdict::kApply,
-            .next = {.phase = phase, .is_remote = view_.is_remote, .owes_result = false}};
+            .next = {.phase = phase,
+                     .is_remote = view_.is_remote,
+                     .results_out = {},
+                     .num_wanted_tokens = view_.num_wanted_tokens}};
   }
 
   // An end that the request's own work did not reach. What a peer may still touch is kept until it is quiet.

@@ -13,8 +13,9 @@ namespace pdmesh {
 // What the table needs to know of a request.
 struct PhaseView {
   Phase phase;
-  bool is_remote;    // decode role: a peer prefills the prompt
-  bool owes_result;  // a scheduled row's result is out
+  bool is_remote;  // decode role: a peer prefills the prompt
+  ResultsOut results_out = {};
+  std::int32_t num_wanted_tokens = 0;  // completion tokens that have not landed and may still be generated
 };
 
 enum class Verdict : std::uint8_t {

@@ -69,11 +69,11 @@ std::int64_t CapacityModel::ConcurrentBlocksFor(std::size_t group, std::int64_t 
 }
 
 std::int64_t CapacityModel::TokensToReserve(std::int64_t num_prompt_tokens,
-                                            std::int64_t max_new_tokens) const {
+                                            std::optional<std::int32_t> max_new_tokens) const {
   if (role_ == Role::kPrefill) {
     return num_prompt_tokens + verify_width_;
   }
-  return num_prompt_tokens + std::max<std::int64_t>(max_new_tokens, verify_width_);
+  return num_prompt_tokens + std::max<std::int64_t>(max_new_tokens.value_or(0), verify_width_);
 }
 
 std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) const {
@@ -86,7 +86,7 @@ std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) con
     } else {
       demands.push_back({.extent = ExtentOf(group, span),
                          .num_promised_blocks = HeldAtMost(geometry, span.num_prompt_tokens,
-                                                           span.num_needed_tokens, span.is_local)});
+                                                           span.num_limit_tokens, span.is_local)});
     }
   }
   return demands;
@@ -148,16 +148,16 @@ std::int64_t CapacityModel::HeldWhileDecoding(const GroupGeometry& geometry) con
 }
 
 std::int64_t CapacityModel::HeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
-                                       std::int64_t num_needed_tokens, bool is_local) const {
+                                       std::int64_t num_limit_tokens, bool is_local) const {
   switch (geometry.kind()) {
     case AttentionKind::kFull:
-      return geometry.BlocksFor(num_needed_tokens);
+      return geometry.BlocksFor(num_limit_tokens);
     case AttentionKind::kSlidingWindow:
-      return std::min(geometry.BlocksFor(num_needed_tokens),
+      return std::min(geometry.BlocksFor(num_limit_tokens),
                       WindowHeldAtMost(geometry, num_prompt_tokens, is_local));
     case AttentionKind::kState:
       return std::min(
-          geometry.BlocksFor(std::max(num_needed_tokens, num_prompt_tokens + StateReserveTokens(geometry))),
+          geometry.BlocksFor(std::max(num_limit_tokens, num_prompt_tokens + StateReserveTokens(geometry))),
           StatesHeldAtMost(geometry, num_prompt_tokens, is_local));
   }
   return 0;

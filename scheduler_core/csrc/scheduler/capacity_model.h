@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cache/coordinator/cache_coordinator.h"
@@ -19,6 +20,7 @@ struct PromptSpan {
   std::int64_t end_tokens;
   std::int64_t num_prompt_tokens;
   std::int64_t num_needed_tokens;  // TokensToReserve
+  std::int64_t num_limit_tokens;   // prompt and completion that it can grow to, not below the needed ones
   bool is_local;                   // computed here, in chunks; else a peer fills all of it
   std::int64_t replay_tokens = 0;  // before `begin_tokens`, fed again
 
@@ -39,8 +41,9 @@ class CapacityModel {
                                    std::int64_t context_tokens) const;
   // Largest request (prompt and completion) that fits the pool when nothing else is in it.
   std::int32_t max_request_tokens() const { return max_request_tokens_; }
-  // Tokens that an admitted request reserves for its whole life.
-  std::int64_t TokensToReserve(std::int64_t num_prompt_tokens, std::int64_t max_new_tokens) const;
+  // Tokens that a request is admitted for: prompt and completion, of an undeclared one the first step.
+  std::int64_t TokensToReserve(std::int64_t num_prompt_tokens,
+                               std::optional<std::int32_t> max_new_tokens) const;
 
   // By group: what a first admission secures, and what a later chunk takes of it.
   std::vector<GroupDemand> FirstDemands(const PromptSpan& span) const;
@@ -50,7 +53,7 @@ class CapacityModel {
 
  private:
   std::int64_t HeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
-                          std::int64_t num_needed_tokens, bool is_local) const;
+                          std::int64_t num_limit_tokens, bool is_local) const;
   std::int64_t HeldWhileDecoding(const GroupGeometry& geometry) const;
   std::int64_t WindowHeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
                                 bool is_local) const;

@@ -41,14 +41,18 @@ struct Plan {
   std::vector<std::string> request_ids;  // [num_rows], as all below up to token_ids
   std::vector<std::int32_t> request_slots;
   std::vector<std::int32_t> input_lengths;
-  std::vector<std::int32_t> begins;           // position of the row's first input token
+  // Position of the row's first input token. A decode row that is planned while results are out may begin
+  // later: one token is counted for each of them, and the caller knows how many there were.
+  std::vector<std::int32_t> begins;
+  std::vector<std::int32_t> num_results_out;  // of the request when the row was planned
   std::vector<std::int32_t> replay_lengths;   // inputs at the row's begin that only replayable groups write
   std::vector<std::int32_t> prefill_lengths;  // whole prompt length, 0 on decode rows
   std::vector<std::uint8_t> logits_wanted;    // 1 on the last chunk of a prompt and on decode rows
   // Position inside the row up to which a state is computed into a block of its own as well, 0 for none. Its
   // slot is (checkpoint_tokens - 1) / block_granularity.
   std::vector<std::int32_t> checkpoint_tokens;
-  std::vector<std::int32_t> token_ids;       // inputs of all rows, concatenated in row order
+  // Inputs of all rows, concatenated in row order; -1 for a draft and for a token that has not landed.
+  std::vector<std::int32_t> token_ids;
   std::vector<BlockTableRows> block_tables;  // by group; 0 = hole, -1 = padding behind a row's last slot
   // By group, [num_rows] each for state groups and empty for others: the table slots that a row continues
   // from, -1 at the beginning of a prompt, and leaves its final state in.

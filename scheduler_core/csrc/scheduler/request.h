@@ -8,6 +8,7 @@
 
 #include "cache/prefix/prefix_hasher.h"
 #include "fsm/request_states.h"
+#include "fsm/results_out.h"
 #include "fsm/transitions.h"
 #include "scheduler/request_spec.h"
 
@@ -22,11 +23,14 @@ struct BlockedAdmission {
 
 struct Request {
   Request(RequestSpec spec, std::uint64_t submission_number, bool prefilled_by_peer,
-          std::int32_t prefix_granularity)
+          std::int32_t prefix_granularity, std::int32_t max_request_tokens)
       : submission(submission_number),
         request_id(std::move(spec.request_id)),
         num_prompt_tokens(static_cast<std::int32_t>(spec.tokens.size())),
         max_new_tokens(spec.max_new_tokens),
+        limit_tokens(max_request_tokens - num_prompt_tokens < max_new_tokens.value_or(max_request_tokens)
+                         ? max_request_tokens
+                         : num_prompt_tokens + *max_new_tokens),
         is_remote(prefilled_by_peer),
         tokens(std::move(spec.tokens)),
         chain(prefix_granularity, std::move(spec.extra_keys)),
@@ -35,7 +39,8 @@ struct Request {
   const std::uint64_t submission;  // older requests have smaller numbers
   const std::string request_id;
   const std::int32_t num_prompt_tokens;
-  const std::int32_t max_new_tokens;
+  const std::optional<std::int32_t> max_new_tokens;  // nullopt: undeclared
+  const std::int32_t limit_tokens;  // prompt and completion, where it is scheduled no further
   const bool is_remote;
 
   std::vector<std::int32_t> tokens;  // prompt, then completion
@@ -46,25 +51,22 @@ struct Request {
   std::optional<BlockedAdmission> blocked;
   PhaseView judged{};              // how the events of one batch so far would leave the request,
   std::uint64_t judged_batch = 0;  // valid for this batch only
+  std::uint64_t last_plan = 0;     // the number of the last plan that has a row of it
 
   std::int32_t num_tokens() const { return static_cast<std::int32_t>(tokens.size()); }
   Phase phase() const { return PhaseOf(state); }
-  bool OwesResult() const {
-    if (const auto* prefilling = std::get_if<Prefilling>(&state)) {
-      return prefilling->owes_result;
-    }
-    if (const auto* decoding = std::get_if<Decoding>(&state)) {
-      return decoding->owes_result;
-    }
-    return std::holds_alternative<AwaitingResult>(state);
+  ResultsOut results_out() const { return ResultsOutOf(state); }
+  std::int32_t num_results_out() const { return results_out().num(); }
+  PhaseView view() const {
+    return {.phase = phase(),
+            .is_remote = is_remote,
+            .results_out = results_out(),
+            .num_wanted_tokens = limit_tokens - num_tokens()};
   }
-  PhaseView view() const { return {.phase = phase(), .is_remote = is_remote, .owes_result = OwesResult()}; }
 
-  // A decode row may be planned: the last token has landed and another one is wanted.
-  bool CanDecode() const {
-    const std::int32_t num_generated = num_tokens() - num_prompt_tokens;
-    return !OwesResult() && num_generated < max_new_tokens;
-  }
+  // Completion tokens that no row was planned for yet, each result out counted for one. REQUIRES: only the
+  // last chunk and decode rows are out.
+  std::int32_t num_open_tokens() const { return limit_tokens - num_tokens() - num_results_out(); }
 };
 
 struct BySubmission {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,9 +11,9 @@ namespace pdmesh {
 struct RequestSpec {
   std::string request_id;
   std::vector<std::int32_t> tokens;
-  std::int32_t max_new_tokens;
-  std::vector<std::string> extra_keys;  // part of every grain's identity (adapter, salt)
-  bool local_prefill = false;           // decode role: computed here, needs no ready
+  std::optional<std::int32_t> max_new_tokens;  // undeclared: until the runtime finds the end
+  std::vector<std::string> extra_keys;         // part of every grain's identity (adapter, salt)
+  bool local_prefill = false;                  // decode role: computed here, needs no ready
 };
 
 }  // namespace pdmesh

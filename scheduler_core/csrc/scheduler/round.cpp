@@ -26,16 +26,19 @@ void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32
                            .begin = begin - num_replay_tokens,
                            .num_input_tokens = num_input_tokens,
                            .num_replay_tokens = num_replay_tokens,
+                           .num_results_out = request.num_results_out(),
                            .is_prefill = true});
 }
 
-void Round::AddDecodeRow(const Request& request, std::int32_t cost_tokens) {
+void Round::AddDecodeRow(const Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens) {
   --num_free_rows_;
   num_budget_tokens_ -= cost_tokens;
+  const std::int32_t num_results_out = request.num_results_out();
   decode_rows_.push_back({.request = &request,
-                          .begin = request.num_tokens() - 1,
-                          .num_input_tokens = 1,
+                          .begin = request.num_tokens() - 1 + num_results_out,
+                          .num_input_tokens = num_input_tokens,
                           .num_replay_tokens = 0,
+                          .num_results_out = num_results_out,
                           .is_prefill = false});
 }
 
@@ -52,7 +55,7 @@ Plan Round::Build() && {
   rows.insert(rows.end(), decode_rows_.begin(), decode_rows_.end());
   plan_.num_rows = static_cast<std::int32_t>(rows.size());
   for (auto* column : {&plan_.request_slots, &plan_.input_lengths, &plan_.begins, &plan_.replay_lengths,
-                       &plan_.prefill_lengths, &plan_.checkpoint_tokens}) {
+                       &plan_.prefill_lengths, &plan_.checkpoint_tokens, &plan_.num_results_out}) {
     column->reserve(rows.size());
   }
   plan_.request_ids.reserve(rows.size());
@@ -66,17 +69,27 @@ Plan Round::Build() && {
 
 void Round::LayOutRow(const Row& row) {
   const Request& request = *row.request;
-  const std::int32_t end = row.begin + row.num_input_tokens;
+  const bool is_last_chunk = row.begin + row.num_input_tokens == request.num_tokens();
   plan_.request_ids.push_back(request.request_id);
   plan_.request_slots.push_back(HoldingsOf(request.state)->slot.slot());
   plan_.input_lengths.push_back(row.num_input_tokens);
   plan_.begins.push_back(row.begin);
+  plan_.num_results_out.push_back(row.num_results_out);
   plan_.replay_lengths.push_back(row.num_replay_tokens);
   plan_.prefill_lengths.push_back(row.is_prefill ? request.num_prompt_tokens : 0);
-  plan_.logits_wanted.push_back(end == request.num_tokens() ? 1 : 0);
-  plan_.token_ids.insert(plan_.token_ids.end(), request.tokens.begin() + row.begin,
-                         request.tokens.begin() + end);
+  plan_.logits_wanted.push_back(!row.is_prefill || is_last_chunk ? 1 : 0);
+  LayOutTokens(row);
   LayOutStates(row);
+}
+
+void Round::LayOutTokens(const Row& row) {
+  const std::vector<std::int32_t>& tokens = row.request->tokens;
+  const auto num_landed = static_cast<std::int32_t>(tokens.size());
+  const std::int32_t end = row.begin + row.num_input_tokens;
+  plan_.token_ids.insert(plan_.token_ids.end(), tokens.begin() + std::min(row.begin, num_landed),
+                         tokens.begin() + std::min(end, num_landed));
+  plan_.token_ids.insert(plan_.token_ids.end(),
+                         static_cast<std::size_t>(end - std::clamp(num_landed, row.begin, end)), -1);
 }
 
 void Round::LayOutStates(const Row& row) {

@@ -32,8 +32,9 @@ class Round {
   // are fed again. REQUIRES: room for both.
   void AddPrefillRow(const Request& request, std::int32_t begin, std::int32_t num_new_tokens,
                      std::int32_t num_replay_tokens = 0);
-  // The request's last token. `cost_tokens` is what the row takes from the budget.
-  void AddDecodeRow(const Request& request, std::int32_t cost_tokens);
+  // The request's newest token and drafts behind it, `num_input_tokens` in all. `cost_tokens` is what the row
+  // takes from the budget.
+  void AddDecodeRow(const Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens);
   void AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids);
 
   // Lists that are no rows are filled directly.
@@ -48,10 +49,12 @@ class Round {
     std::int32_t begin;
     std::int32_t num_input_tokens;
     std::int32_t num_replay_tokens;
+    std::int32_t num_results_out;
     bool is_prefill;
   };
 
   void LayOutRow(const Row& row);
+  void LayOutTokens(const Row& row);
   void LayOutStates(const Row& row);
   void LayOutTables(const std::vector<Row>& rows);
 

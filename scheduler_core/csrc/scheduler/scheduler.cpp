@@ -64,15 +64,15 @@ void Scheduler::CheckSpec(const RequestSpec& spec) const {
     RefuseRequest(spec, "tokens[" + std::to_string(negative - spec.tokens.begin()) +
                             "] must not be negative, got " + std::to_string(*negative));
   }
-  if (spec.max_new_tokens < 0) {
-    RefuseRequest(spec, "max_new_tokens must not be negative, got " + std::to_string(spec.max_new_tokens));
+  if (spec.max_new_tokens && *spec.max_new_tokens < 0) {
+    RefuseRequest(spec, "max_new_tokens must not be negative, got " + std::to_string(*spec.max_new_tokens));
   }
   const auto num_prompt_tokens = static_cast<std::int64_t>(spec.tokens.size());
   const std::int64_t needed_tokens = capacity_model_.TokensToReserve(num_prompt_tokens, spec.max_new_tokens);
   if (needed_tokens > max_request_tokens()) {
     RefuseRequest(spec, "prompt of " + std::to_string(num_prompt_tokens) + " tokens with max_new_tokens " +
-                            std::to_string(spec.max_new_tokens) + " needs room for " +
-                            std::to_string(needed_tokens) + " tokens, the limit is " +
+                            (spec.max_new_tokens ? std::to_string(*spec.max_new_tokens) : "undeclared") +
+                            " needs room for " + std::to_string(needed_tokens) + " tokens, the limit is " +
                             std::to_string(max_request_tokens()));
   }
 }
@@ -88,8 +88,8 @@ void Scheduler::Submit(std::vector<RequestSpec> specs) {
   for (RequestSpec& spec : specs) {
     const bool is_remote = config_.role == Role::kDecode && !spec.local_prefill;
     std::string request_id = spec.request_id;
-    auto request =
-        std::make_unique<Request>(std::move(spec), num_submitted_++, is_remote, config_.prefix_granularity);
+    auto request = std::make_unique<Request>(std::move(spec), num_submitted_++, is_remote,
+                                             config_.prefix_granularity, max_request_tokens());
     QueueOf(request->phase()).insert(request.get());
     requests_.emplace(std::move(request_id), std::move(request));
   }
@@ -154,12 +154,14 @@ void Scheduler::Apply(Request& request, const EventView& event) {
 void Scheduler::ApplyResult(Request& request, const ResultEvent& result) {
   request.tokens.insert(request.tokens.end(), result.tokens.begin(), result.tokens.end());
   if (auto* prefilling = std::get_if<Prefilling>(&request.state)) {
-    prefilling->owes_result = false;
+    prefilling->results_out.Land();
   } else if (auto* decoding = std::get_if<Decoding>(&request.state)) {
-    decoding->owes_result = false;
+    decoding->results_out.Land();
     decoding->holdings.num_computed_tokens = request.num_tokens() - 1;
+  } else if (auto& awaiting = std::get<AwaitingResult>(request.state); result.tokens.empty()) {
+    awaiting.results_out.Land();  // of a chunk before the last
   } else {
-    SetState(request, LandFirstToken(std::get<AwaitingResult>(std::move(request.state))));
+    SetState(request, LandFirstToken(std::move(awaiting)));
   }
 }
 
@@ -223,9 +225,12 @@ void Scheduler::CountQuarantined(const RequestState& state, std::int32_t change)
   }
 }
 
-// Requests that can decode stand in one line whether they have decoded before or not.
+// Requests that can decode stand in one line whether they have decoded before or not. On the prefill role it
+// is the line of those to hand over.
 Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) {
-  return queues_[static_cast<std::size_t>(phase == Phase::kPrefillDone ? Phase::kDecoding : phase)];
+  const bool decodes =
+      phase == Phase::kPrefillDone || (phase == Phase::kAwaitingResult && config_.role != Role::kPrefill);
+  return queues_[static_cast<std::size_t>(decodes ? Phase::kDecoding : phase)];
 }
 
 const Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) const {

@@ -104,7 +104,10 @@ class Scheduler {
 
   // One request.
   bool PlanChunk(Round& round, Request& request);
-  void PlanDecodeRow(Round& round, Request& request, std::int32_t cost_tokens);
+  void NoteChunkPlanned(Request& request);
+  bool CanTakeRow(const Request& request) const;
+  std::int32_t DecodeWidth(const Request& request) const;
+  bool PlanDecodeRow(Round& round, Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens);
   std::int32_t ChunkTokens(const Request& request, std::int32_t begin, std::int32_t num_budget_tokens,
                            std::int32_t promotion_tokens) const;
   PromptSpan SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
@@ -141,6 +144,7 @@ class Scheduler {
   std::array<RequestQueue, std::variant_size_v<RequestState>> queues_;  // by phase, older requests first
   std::uint64_t num_submitted_ = 0;
   std::uint64_t num_event_batches_ = 0;
+  std::uint64_t num_plans_ = 0;
   std::int32_t num_ready_ungranted_ = 0;
   std::unordered_map<std::int32_t, std::int32_t>
       num_quarantined_children_;               // by parent that has any; looked up, never walked

@@ -34,6 +34,7 @@ class AdmissionLine {
 }  // namespace
 
 Plan Scheduler::NextPlan() {
+  ++num_plans_;
   Round round(row_layout_, config_.max_batch_size, config_.token_budget);
   ListFinished(round);
   switch (config_.role) {
@@ -92,7 +93,7 @@ std::int32_t Scheduler::SparedTokens() const {
 bool Scheduler::HasPrefillToRun() const {
   const RequestQueue& resident = QueueOf(Phase::kPrefilling);
   if (!resident.empty()) {
-    return !(*resident.begin())->OwesResult();
+    return CanTakeRow(**resident.begin());
   }
   const RequestQueue& waiting = QueueOf(Phase::kWaiting);
   return slots_.has_free_slot() &&
@@ -105,28 +106,51 @@ void Scheduler::PlanDecodes(Round& round, std::int32_t cost_tokens_per_row, std:
     if (round.num_free_rows() == 0 || round.num_budget_tokens() - num_spared_tokens < cost_tokens_per_row) {
       return;
     }
-    if (request->CanDecode()) {
-      PlanDecodeRow(round, *request, cost_tokens_per_row);
+    if (const std::int32_t num_input_tokens = DecodeWidth(*request); num_input_tokens > 0) {
+      PlanDecodeRow(round, *request, num_input_tokens, cost_tokens_per_row);
     }
   }
 }
 
-void Scheduler::PlanDecodeRow(Round& round, Request& request, std::int32_t cost_tokens) {
-  auto* done = std::get_if<PrefillDone>(&request.state);
-  const bool is_first = done != nullptr;
-  if (is_first) {
-    request.state = StartDecoding(std::move(*done));  // the same line, so no queue changes
+// Results of earlier plans are out no deeper than plans may overlap, and no row of it is in this one.
+bool Scheduler::CanTakeRow(const Request& request) const {
+  return request.num_results_out() <= config_.overlap_depth && request.last_plan != num_plans_;
+}
+
+// What the request's next decode row feeds, 0 if it gets none in this round.
+std::int32_t Scheduler::DecodeWidth(const Request& request) const {
+  return CanTakeRow(request) ? std::clamp(request.num_open_tokens(), 0, config_.verify_width) : 0;
+}
+
+// False, with nothing changed, while a full group needs a block that cannot be had. The row may begin as late
+// as the results that are out can move it, so it is covered up to where it ends then.
+bool Scheduler::PlanDecodeRow(Round& round, Request& request, std::int32_t num_input_tokens,
+                              std::int32_t cost_tokens) {
+  const std::int64_t end =
+      std::int64_t{request.num_tokens()} - 1 + request.results_out().max_tokens() + num_input_tokens;
+  const std::int64_t covered_tokens = std::max(end, HoldingsOf(request.state)->num_covered_tokens);
+  const std::int64_t growth_tokens = covered_tokens - HoldingsOf(request.state)->num_covered_tokens;
+  if (!coordinator_.Secure(HoldingsOf(request.state)->tables, growth_tokens, round.plan().zero_blocks)) {
+    return false;
+  }
+  const bool is_first = request.phase() != Phase::kDecoding;  // the same line, so no queue changes
+  if (auto* done = std::get_if<PrefillDone>(&request.state)) {
+    request.state = StartDecoding(std::move(*done));
+  } else if (auto* awaiting = std::get_if<AwaitingResult>(&request.state)) {
+    request.state = StartDecoding(std::move(*awaiting));
   }
   auto& decoding = std::get<Decoding>(request.state);
   Holdings& holdings = decoding.holdings;
   PublishPending(request, holdings);
-  coordinator_.Step(holdings.tables, holdings.num_computed_tokens, config_.verify_width,
-                    round.plan().zero_blocks);
+  coordinator_.Step(holdings.tables, holdings.num_computed_tokens, growth_tokens, round.plan().zero_blocks);
+  holdings.num_covered_tokens = covered_tokens;
   if (is_first && coordinator_.has_open_group()) {
     holdings.reserve.LowerTo(capacity_model_.held_while_decoding());  // there will be no more chunks
   }
-  decoding.owes_result = true;
-  round.AddDecodeRow(request, cost_tokens);
+  round.AddDecodeRow(request, num_input_tokens, cost_tokens);
+  decoding.results_out.Add(num_input_tokens);
+  request.last_plan = num_plans_;
+  return true;
 }
 
 void Scheduler::PlanPrefills(Round& round) {
@@ -140,7 +164,7 @@ bool Scheduler::PlanResidentChunks(Round& round) {
   RequestQueue& resident = QueueOf(Phase::kPrefilling);
   for (auto next = resident.begin(); next != resident.end();) {
     Request& request = **next++;
-    if (request.OwesResult() || !round.has_room()) {
+    if (!CanTakeRow(request) || !round.has_room()) {
       return false;
     }
     if (!PlanChunk(round, request) || request.phase() == Phase::kPrefilling) {
@@ -194,7 +218,7 @@ bool Scheduler::PlanOneLocalPrefill(Round& round) {
   const RequestQueue& resident = QueueOf(Phase::kPrefilling);
   if (!resident.empty()) {
     Request& oldest = **resident.begin();
-    if (oldest.OwesResult()) {
+    if (!CanTakeRow(oldest)) {
       return false;
     }
     PlanChunk(round, oldest);
@@ -281,13 +305,18 @@ std::int32_t Scheduler::ReplayTokens(std::int32_t hit_tokens) const {
 
 PromptSpan Scheduler::SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
                              std::int32_t replay_tokens) const {
-  return {
-      .begin_tokens = begin,
-      .end_tokens = end,
-      .num_prompt_tokens = request.num_prompt_tokens,
-      .num_needed_tokens = capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens),
-      .is_local = is_local,
-      .replay_tokens = replay_tokens};
+  const std::int64_t num_needed_tokens =
+      capacity_model_.TokensToReserve(request.num_prompt_tokens, request.max_new_tokens);
+  const std::int64_t num_limit_tokens = config_.role == Role::kPrefill
+                                            ? num_needed_tokens
+                                            : std::max<std::int64_t>(num_needed_tokens, request.limit_tokens);
+  return {.begin_tokens = begin,
+          .end_tokens = end,
+          .num_prompt_tokens = request.num_prompt_tokens,
+          .num_needed_tokens = num_needed_tokens,
+          .num_limit_tokens = num_limit_tokens,
+          .is_local = is_local,
+          .replay_tokens = replay_tokens};
 }
 
 // The prompt is computed up to `end`, or will be when it has landed. A chunk leaves a snapshot on the last
@@ -308,10 +337,11 @@ void Scheduler::NoteComputed(const Request& request, Holdings& holdings, std::in
     holdings.promotion_tokens = 0;
   }
   holdings.num_computed_tokens = end;
+  holdings.num_covered_tokens = end;
 }
 
 // The next chunk of an admitted prompt. False if it gets none in this round.
-// REQUIRES: the round has room and no result is owed.
+// REQUIRES: the round has room and the request can take a row.
 bool Scheduler::PlanChunk(Round& round, Request& request) {
   auto& prefilling = std::get<Prefilling>(request.state);
   Holdings& holdings = prefilling.holdings;
@@ -329,12 +359,20 @@ bool Scheduler::PlanChunk(Round& round, Request& request) {
   holdings.num_published_grains = progress.end_grain;
   round.AddZeroBlocks(admission->fresh_ids);
   NoteComputed(request, holdings, begin + chunk, /*is_local=*/true);
-  prefilling.owes_result = true;
   round.AddPrefillRow(request, begin, chunk);
-  if (holdings.num_computed_tokens == request.num_prompt_tokens) {
+  NoteChunkPlanned(request);
+  return true;
+}
+
+// The chunk whose row was added last: its result brings the first token if it completes the prompt.
+void Scheduler::NoteChunkPlanned(Request& request) {
+  auto& prefilling = std::get<Prefilling>(request.state);
+  const bool is_last = prefilling.holdings.num_computed_tokens == request.num_prompt_tokens;
+  prefilling.results_out.Add(is_last ? 1 : 0);
+  request.last_plan = num_plans_;
+  if (is_last) {
     SetState(request, CompletePrompt(std::move(prefilling)));
   }
-  return true;
 }
 
 // The first chunk of a waiting prompt. REQUIRES: the round has room and a slot is free.
@@ -347,9 +385,7 @@ Scheduler::AdmitOutcome Scheduler::AdmitPrompt(Round& round, Request& request) {
   const std::int32_t chunk = holdings->num_computed_tokens - begin;
   SetState(request, StartPrefill(std::get<Waiting>(std::move(request.state)), std::move(*holdings)));
   round.AddPrefillRow(request, begin, chunk, ReplayTokens(begin));
-  if (begin + chunk == request.num_prompt_tokens) {
-    SetState(request, CompletePrompt(std::get<Prefilling>(std::move(request.state))));
-  }
+  NoteChunkPlanned(request);
   return AdmitOutcome::kAdmitted;
 }
 

@@ -89,7 +89,10 @@ void Scheduler::DescribeRequest(const Request& request, std::string& out) const 
       out += " promotion=" + std::to_string(holdings->promotion_tokens);
     }
   }
-  out += request.OwesResult() ? " owes_result\n" : "\n";
+  if (const std::int32_t num_results_out = request.num_results_out(); num_results_out > 0) {
+    out += " results_out=" + std::to_string(num_results_out);
+  }
+  out += "\n";
   const std::vector<BlockTable>* tables = TablesOf(request.state);
   if (tables == nullptr) {
     return;

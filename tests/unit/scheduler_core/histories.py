@@ -130,7 +130,7 @@ class Step:
             [
                 history.event(ANSWERS[request.phase], request)
                 for request in history.requests()
-                if request.phase in ANSWERS and (request.owes_result or ANSWERS[request.phase] is not EventKind.RESULT)
+                if request.phase in ANSWERS and (request.num_results_out > 0 or ANSWERS[request.phase] is not EventKind.RESULT)
             ]
         )
         if self.ends:
@@ -163,7 +163,7 @@ class Pick:
             return Event(self.kind, ids[self.pick % len(ids)], payloads[self.token_shift % len(payloads)])
         candidates = [request for request in history.requests() if request.phase in EXPECTED[self.kind]]
         if self.kind is EventKind.RESULT:
-            candidates = [request for request in candidates if request.owes_result]
+            candidates = [request for request in candidates if request.num_results_out > 0]
         if not candidates:
             return None
         return history.event(self.kind, candidates[self.pick % len(candidates)], self.token_shift)

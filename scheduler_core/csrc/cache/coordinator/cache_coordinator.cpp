@@ -251,6 +251,32 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
   return admission;
 }
 
+bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
+                              std::vector<std::vector<std::int32_t>>& fresh_ids) {
+  const auto closed = std::span(order_).first(num_closed_);
+  if (std::all_of(closed.begin(), closed.end(),
+                  [&](std::size_t group) { return tables[group].tail_room() >= num_tokens; })) {
+    return true;
+  }
+  const auto plan_for = [&](std::size_t group) {
+    return groups_[group]->geometry.PlanAcquire(tables[group].tail_room(),
+                                                {.extent_tokens = 0, .reserve_tokens = num_tokens});
+  };
+  std::vector<std::int64_t> num_missing(groups_.size(), 0);
+  for (const std::size_t group : closed) {
+    num_missing[group] = plan_for(group).num_blocks;
+  }
+  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
+  if (!victims) {
+    return false;
+  }
+  std::for_each(victims->begin(), victims->end(), [this](const EvictionVictim& victim) { Evict(victim); });
+  for (const std::size_t group : closed) {
+    groups_[group]->allocator.Acquire(tables[group], plan_for(group), fresh_ids[group]);
+  }
+  return true;
+}
+
 void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens,
                             std::int64_t num_tokens, std::vector<std::vector<std::int32_t>>& fresh_ids) {
   if (has_open_group()) {
@@ -262,7 +288,7 @@ void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_compu
       table.SetTailRoom(table.tail_room() - num_tokens);
       continue;
     }
-    Ensure(!groups_[group]->is_closed(), "a request outgrew what its admission reserved");
+    Ensure(!groups_[group]->is_closed(), "a step was not secured");
     const AcquirePlan plan = groups_[group]->geometry.PlanAcquire(
         table.tail_room(), {.extent_tokens = num_tokens, .reserve_tokens = 0});
     groups_[group]->allocator.Place(table, plan,

@@ -99,9 +99,15 @@ class CacheCoordinator {
                                      const RequestProgress& progress, std::int64_t num_computed_tokens,
                                      std::span<const Extent> extents);
 
-  // The admission of a decode step, which publishes nothing: gives up what expired and makes room for
-  // `num_tokens` behind the last one, out of the room the tables have or the blocks the request was promised.
-  // Appends the ids of fresh blocks to `fresh_ids[group]`. REQUIRES: earlier admissions secured it.
+  // Makes sure that every full group has room for `num_tokens` behind the last one, which costs nothing where
+  // it has. Evicts what must go and appends the ids of fresh blocks to `fresh_ids[group]`. False, with
+  // nothing changed, if it does not fit.
+  bool Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
+              std::vector<std::vector<std::int32_t>>& fresh_ids);
+
+  // A decode step, which publishes nothing: gives up what expired and makes room for `num_tokens` behind the
+  // last one, out of the room the tables have or the blocks the request was promised. Appends the ids of
+  // fresh blocks to `fresh_ids[group]`. REQUIRES: an earlier admission or Secure() made the room.
   void Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens, std::int64_t num_tokens,
             std::vector<std::vector<std::int32_t>>& fresh_ids);
 
