@@ -28,6 +28,7 @@ from scheduler_core._core import (
     ReadyEvent,
     RemotePrefill,
     RequestSpec,
+    ReserveEvent,
     ResultEvent,
     Retention,
     Role,
@@ -47,6 +48,7 @@ Event: TypeAlias = (
     | HandedOverEvent
     | FailedEvent
     | QuiescedEvent
+    | ReserveEvent
 )
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "ReadyEvent",
     "RemotePrefill",
     "RequestSpec",
+    "ReserveEvent",
     "ResultEvent",
     "Retention",
     "Role",

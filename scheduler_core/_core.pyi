@@ -159,6 +159,19 @@ class DoneEvent:
     @property
     def token(self) -> int: ...
 
+class ReserveEvent:
+    """
+    The room, in tokens, that the next decode step of a request makes in groups that keep everything, once and in place of what it would take by itself; never less than its row needs. The last one counts.
+    """
+
+    def __init__(self, request_id: str, num_tokens: int) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
 class FinishEvent:
     """The runtime found the end of the completion."""
 
@@ -429,7 +442,7 @@ class Scheduler:
         Raises SubmitError naming the request and the limit; then none of the batch is accepted.
         """
 
-    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent]) -> None:
+    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | ReserveEvent]) -> None:
         """
         Applies events in order; those of requests that are not live change nothing. Raises ContractError when one breaks the agreement; then none of the batch is applied.
         """

@@ -38,7 +38,7 @@ EventView ViewAsOneOf(nb::handle event) {
 
 EventView EventViewOf(nb::handle event) {
   return ViewAsOneOf<ResultEvent, FinishEvent, AbortEvent, ReadyEvent, GrantedEvent, DoneEvent,
-                     HandedOverEvent, FailedEvent, QuiescedEvent>(event);
+                     HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent>(event);
 }
 
 void BindEvents(nb::module_& module) {
@@ -65,6 +65,19 @@ void BindEvents(nb::module_& module) {
           "request_id"_a, "token"_a)
       .def_ro("request_id", &DoneEvent::request_id)
       .def_ro("token", &DoneEvent::token);
+  nb::class_<ReserveEvent>(
+      module, "ReserveEvent",
+      "The room, in tokens, that the next decode step of a request makes in groups that "
+      "keep everything, once and in place of what it would take by itself; never less than "
+      "its row needs. The last one counts.")
+      .def(
+          "__init__",
+          [](ReserveEvent* self, std::string request_id, std::int32_t num_tokens) {
+            new (self) ReserveEvent{.request_id = std::move(request_id), .num_tokens = num_tokens};
+          },
+          "request_id"_a, "num_tokens"_a)
+      .def_ro("request_id", &ReserveEvent::request_id)
+      .def_ro("num_tokens", &ReserveEvent::num_tokens);
   BindPlainEvent<FinishEvent>(module, "FinishEvent", "The runtime found the end of the completion.");
   BindPlainEvent<AbortEvent>(module, "AbortEvent", "The request is given up; legal in every state.");
   BindPlainEvent<ReadyEvent>(module, "ReadyEvent",

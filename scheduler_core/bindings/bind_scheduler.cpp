@@ -123,8 +123,8 @@ void BindScheduler(nb::module_& module) {
       .def("advance", &Advance, "events"_a,
            nb::sig(
                "def advance(self, events: collections.abc.Sequence[ResultEvent | FinishEvent | AbortEvent | "
-               "ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent]) -> "
-               "None"),
+               "ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | "
+               "ReserveEvent]) -> None"),
            "Applies events in order; those of requests that are not live change nothing. Raises "
            "ContractError when one "
            "breaks the agreement; then none of the batch is applied.")

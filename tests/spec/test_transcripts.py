@@ -37,6 +37,8 @@ class Player:
     group_ids: list[str] = field(default_factory=list)
     scheduler: sc.Scheduler | None = None
     owed_plans: list[sc.Plan] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # landed tokens, by request
+    limits: dict[str, int | None] = field(default_factory=dict)
 
     def play(self, lines: list[str]) -> str:
         answers = [self._answer(line) for line in lines]
@@ -81,11 +83,14 @@ class Player:
         request_id, *rest = words
         options = [word for word in rest if word.startswith("max_new=") or word == "local"]
         tokens = [token for word in rest if word not in options for token in _tokens_of(word)]
-        max_new_tokens = next(int(word.partition("=")[2]) for word in options if word.startswith("max_new="))
+        declared = [int(word.partition("=")[2]) for word in options if word.startswith("max_new=")]
+        max_new_tokens = declared[0] if declared else None
         request = sc.RequestSpec(
             request_id=request_id, tokens=tokens, max_new_tokens=max_new_tokens, local_prefill="local" in options
         )
         self._core().submit([request])
+        self.sizes[request_id] = len(tokens)
+        self.limits[request_id] = None if max_new_tokens is None else len(tokens) + max_new_tokens
         return ""
 
     def _plan(self, _: list[str]) -> str:
@@ -93,22 +98,36 @@ class Player:
         self.owed_plans.append(plan)
         return "\n".join(_lines_of(plan, self.group_ids)) or "(empty)"
 
-    def _land(self, _: list[str]) -> str:
-        """The results of all rows since the last time: token 1000 + position."""
-        for plan in self.owed_plans:
-            ends = plan.begins + plan.input_lengths
-            rows = zip(plan.request_ids, plan.logits_wanted, ends, strict=True)
-            results = [sc.ResultEvent(name, [1000 + int(end)] if wanted else []) for name, wanted, end in rows]
-            self._core().advance(results)
-        self.owed_plans.clear()
+    def _land(self, words: list[str]) -> str:
+        """The results of all rows since the last time, or of the oldest plan alone: token 1000 + position, and up to
+        `tokens=N` of a decode row."""
+        most = next((int(word.partition("=")[2]) for word in words if word.startswith("tokens=")), 1)
+        num_plans = 1 if "oldest" in words else len(self.owed_plans)
+        landing, self.owed_plans = self.owed_plans[:num_plans], self.owed_plans[num_plans:]
+        for plan in landing:
+            self._core().advance([self._result_of(plan, row, most) for row in range(plan.num_rows)])
         return ""
+
+    def _result_of(self, plan: sc.Plan, row: int, most: int) -> sc.ResultEvent:
+        request_id = plan.request_ids[row]
+        size, limit = self.sizes[request_id], self.limits[request_id]
+        if row < plan.num_prefill_rows:
+            num_tokens = int(plan.logits_wanted[row])
+        else:
+            num_tokens = min(most, int(plan.input_lengths[row]), most if limit is None else limit - size)
+        self.sizes[request_id] += num_tokens
+        return sc.ResultEvent(request_id, [1000 + size + number for number in range(num_tokens)])
 
     def _event(self, words: list[str]) -> str:
         name, request_id, *tokens = words
         if name == "done":
             self._core().advance([sc.DoneEvent(request_id, int(tokens[0]))])
+            self.sizes[request_id] += 1
         elif name == "result":
             self._core().advance([sc.ResultEvent(request_id, [int(token) for token in tokens])])
+            self.sizes[request_id] += len(tokens)
+        elif name == "reserve":
+            self._core().advance([sc.ReserveEvent(request_id, int(tokens[0]))])
         else:
             self._core().advance([PLAIN_EVENTS[name](request_id)])
         return ""
@@ -162,8 +181,9 @@ def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
             for group_id, table in zip(group_ids, plan.block_tables, strict=True)
         )
         logits = " logits" if plan.logits_wanted[row] else ""
-        yield f"row {request_id} slot={plan.request_slots[row]} {kind} [{begin},{begin + length}){logits}"
-        yield f"  tokens {' '.join(map(str, tokens))} | {tables}"
+        out = f" behind {plan.num_results_out[row]}" if plan.num_results_out[row] else ""
+        yield f"row {request_id} slot={plan.request_slots[row]} {kind} [{begin},{begin + length}){out}{logits}"
+        yield f"  tokens {' '.join('?' if token < 0 else str(token) for token in tokens)} | {tables}"
         yield from _states_of(plan, row, group_ids)
 
 
@@ -206,5 +226,6 @@ def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
 
 
 def test_there_are_transcripts_to_play() -> None:
-    wanted = {"fused", "prefill_role", "decode_role", "packing_and_eviction", "sliding_groups", "state_groups"}
-    assert {path.stem for path in TRANSCRIPTS} >= wanted
+    roles = {"fused", "prefill_role", "decode_role"}
+    topics = {"packing_and_eviction", "sliding_groups", "state_groups", "verify_and_overlap"}
+    assert {path.stem for path in TRANSCRIPTS} >= roles | topics

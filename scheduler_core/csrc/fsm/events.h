@@ -23,6 +23,11 @@ struct FinishEvent {
 struct AbortEvent {
   std::string request_id;
 };
+// Room that the next decode step is to make, once and in place of what it would take by itself.
+struct ReserveEvent {
+  std::string request_id;
+  std::int32_t num_tokens;
+};
 // Decode role: the prefill node has started on the prompt.
 struct ReadyEvent {
   std::string request_id;
@@ -52,7 +57,7 @@ struct QuiescedEvent {
 // A view of one event; the caller keeps the event alive for the call it is passed to.
 using EventView = std::variant<const ResultEvent*, const FinishEvent*, const AbortEvent*, const ReadyEvent*,
                                const GrantedEvent*, const DoneEvent*, const HandedOverEvent*,
-                               const FailedEvent*, const QuiescedEvent*>;
+                               const FailedEvent*, const QuiescedEvent*, const ReserveEvent*>;
 
 const std::string& RequestIdOf(const EventView& event);
 const char* NameOf(const EventView& event);

@@ -56,7 +56,8 @@ struct PrefillDone {  // the first token has landed
 };
 struct Decoding {
   Holdings holdings;
-  ResultsOut results_out;  // the last chunk's may be among them
+  ResultsOut results_out;           // the last chunk's may be among them
+  std::int32_t reserve_tokens = 0;  // room that the next step is to make, at least what its row needs
 };
 struct HandingOver {  // prefill role: the transfer reads the blocks until the peer has everything
   Holdings holdings;

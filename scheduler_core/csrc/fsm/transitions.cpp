@@ -109,6 +109,19 @@ class Table {
     return is_held ? To(Phase::kFinished) : Ignore();
   }
 
+  Judgement operator()(const ReserveEvent* reserve) const {
+    if (HasEnded(view_.phase)) {
+      return Ignore();
+    }
+    if (view_.phase != Phase::kDecoding) {
+      Refuse("only decoding requests reserve");
+    }
+    if (reserve->num_tokens < 1) {
+      Refuse("num_tokens must be at least 1, got " + std::to_string(reserve->num_tokens));
+    }
+    return {.verdict = Verdict::kApply, .next = view_};
+  }
+
  private:
   [[noreturn]] void Refuse(const std::string& why) const {
     throw ContractError("event " + std::string(NameOf(event_)) + " of request \"" + RequestIdOf(event_) +

@@ -12,6 +12,8 @@ CapacityModel::CapacityModel(const SchedulerConfig& config)
       prefix_granularity_(config.prefix_granularity),
       token_budget_(config.token_budget),
       verify_width_(config.verify_width),
+      overlap_tokens_(
+          config.role == Role::kPrefill ? 0 : std::int64_t{config.overlap_depth} * config.verify_width),
       enable_prefix_cache_(config.enable_prefix_cache),
       num_lcm_blocks_(config.num_lcm_blocks) {
   for (const CacheGroupSpec& spec : MakeSpecsFromConfig(config)) {
@@ -48,20 +50,20 @@ std::int64_t CapacityModel::ConcurrentBlocksFor(std::size_t group, std::int64_t 
   const GroupGeometry& geometry = geometries_[group];
   if (geometry.kind() == AttentionKind::kFull) {
     return geometry.BlocksFor(num_tokens) +
-           num_requests * geometry.BlocksFor(geometry.block_granularity() - 1);
+           num_requests * geometry.BlocksFor(geometry.block_granularity() - 1 + overlap_tokens_);
   }
   if (geometry.kind() == AttentionKind::kState) {
     return num_requests * BlocksFor(group, context_tokens);
   }
   const std::int64_t resident_tokens =
-      std::min<std::int64_t>(geometry.window_tokens() - 1, context_tokens) + verify_width_;
+      std::min<std::int64_t>(geometry.window_tokens() - 1, context_tokens) + verify_width_ + overlap_tokens_;
   const std::int64_t num_in_chunk =
       geometry.num_lookback_blocks() + geometry.BlocksFor(std::min(token_budget_, num_tokens));
   const std::int64_t local = num_requests * geometry.BlocksAtWorst(resident_tokens) + num_in_chunk;
   if (role_ != Role::kDecode) {
     return local;
   }
-  const std::int64_t landing = std::min(geometry.BlocksFor(context_tokens),
+  const std::int64_t landing = std::min(geometry.BlocksFor(context_tokens + overlap_tokens_),
                                         WindowHeldAtMost(geometry, context_tokens, /*is_local=*/false));
   const std::int64_t excess =
       num_requests > 0 ? std::max<std::int64_t>(0, BlocksFor(group, context_tokens) - landing) : 0;
@@ -81,8 +83,9 @@ std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) con
   for (std::size_t group = 0; group < geometries_.size(); ++group) {
     const GroupGeometry& geometry = geometries_[group];
     if (geometry.kind() == AttentionKind::kFull) {
-      demands.push_back({.extent = DenseGrowth{.extent_tokens = span.end_tokens - span.begin_tokens,
-                                               .reserve_tokens = span.num_needed_tokens - span.end_tokens}});
+      demands.push_back({.extent = DenseGrowth{
+                             .extent_tokens = span.end_tokens - span.begin_tokens,
+                             .reserve_tokens = span.num_needed_tokens + overlap_tokens_ - span.end_tokens}});
     } else {
       demands.push_back({.extent = ExtentOf(group, span),
                          .num_promised_blocks = HeldAtMost(geometry, span.num_prompt_tokens,
@@ -132,7 +135,9 @@ Extent CapacityModel::ExtentOf(std::size_t group, const PromptSpan& span) const 
 
 // So that the first step over a block boundary finds its block; a prefill node makes no such step.
 std::int64_t CapacityModel::StateReserveTokens(const GroupGeometry& geometry) const {
-  return role_ == Role::kPrefill ? 0 : std::max<std::int64_t>(geometry.block_granularity(), verify_width_);
+  return role_ == Role::kPrefill
+             ? 0
+             : std::max<std::int64_t>(geometry.block_granularity(), verify_width_ + overlap_tokens_);
 }
 
 std::int64_t CapacityModel::HeldWhileDecoding(const GroupGeometry& geometry) const {
@@ -140,7 +145,7 @@ std::int64_t CapacityModel::HeldWhileDecoding(const GroupGeometry& geometry) con
     case AttentionKind::kFull:
       return 0;
     case AttentionKind::kSlidingWindow:
-      return geometry.BlocksAtWorst(geometry.window_tokens() - 1 + verify_width_);
+      return geometry.BlocksAtWorst(geometry.window_tokens() - 1 + verify_width_ + overlap_tokens_);
     case AttentionKind::kState:
       return 1 + geometry.BlocksFor(StateReserveTokens(geometry));
   }
@@ -149,15 +154,16 @@ std::int64_t CapacityModel::HeldWhileDecoding(const GroupGeometry& geometry) con
 
 std::int64_t CapacityModel::HeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
                                        std::int64_t num_limit_tokens, bool is_local) const {
+  const std::int64_t end_tokens = num_limit_tokens + overlap_tokens_;
   switch (geometry.kind()) {
     case AttentionKind::kFull:
-      return geometry.BlocksFor(num_limit_tokens);
+      return geometry.BlocksFor(end_tokens);
     case AttentionKind::kSlidingWindow:
-      return std::min(geometry.BlocksFor(num_limit_tokens),
+      return std::min(geometry.BlocksFor(end_tokens),
                       WindowHeldAtMost(geometry, num_prompt_tokens, is_local));
     case AttentionKind::kState:
       return std::min(
-          geometry.BlocksFor(std::max(num_limit_tokens, num_prompt_tokens + StateReserveTokens(geometry))),
+          geometry.BlocksFor(std::max(end_tokens, num_prompt_tokens + StateReserveTokens(geometry))),
           StatesHeldAtMost(geometry, num_prompt_tokens, is_local));
   }
   return 0;
@@ -168,10 +174,11 @@ std::int64_t CapacityModel::HeldAtMost(const GroupGeometry& geometry, std::int64
 std::int64_t CapacityModel::WindowHeldAtMost(const GroupGeometry& geometry, std::int64_t num_prompt_tokens,
                                              bool is_local) const {
   const std::int64_t lookback_tokens = geometry.window_tokens() - 1;
+  const std::int64_t ahead_tokens = verify_width_ + overlap_tokens_;
   if (!is_local) {
-    return geometry.num_lookback_blocks() + geometry.BlocksAtWorst(lookback_tokens + verify_width_);
+    return geometry.num_lookback_blocks() + geometry.BlocksAtWorst(lookback_tokens + ahead_tokens);
   }
-  return geometry.BlocksAtWorst(lookback_tokens + std::min(token_budget_, num_prompt_tokens) + verify_width_);
+  return geometry.BlocksAtWorst(lookback_tokens + std::min(token_budget_, num_prompt_tokens) + ahead_tokens);
 }
 
 // A chunk reads one snapshot, writes one on a grain boundary and one at its end, which lies at most a grain

@@ -41,6 +41,8 @@ class CapacityModel {
                                    std::int64_t context_tokens) const;
   // Largest request (prompt and completion) that fits the pool when nothing else is in it.
   std::int32_t max_request_tokens() const { return max_request_tokens_; }
+  // Where the room of a request ends at most: the largest request, and what is planned ahead for it.
+  std::int64_t max_covered_tokens() const { return max_request_tokens_ + overlap_tokens_; }
   // Tokens that a request is admitted for: prompt and completion, of an undeclared one the first step.
   std::int64_t TokensToReserve(std::int64_t num_prompt_tokens,
                                std::optional<std::int32_t> max_new_tokens) const;
@@ -67,6 +69,7 @@ class CapacityModel {
   std::int64_t prefix_granularity_;
   std::int64_t token_budget_;
   std::int64_t verify_width_;
+  std::int64_t overlap_tokens_;  // what rows planned ahead of results may feed behind the last token
   bool enable_prefix_cache_;
   std::int32_t num_lcm_blocks_;
   std::vector<GroupGeometry> geometries_;  // by group

@@ -103,13 +103,13 @@ void SchedulerConfig::Validate() const {
   RequireAtLeast("max_batch_size", max_batch_size, 1);
   RequireAtLeast("token_budget", token_budget, 1);
   RequireAtLeast("max_ready_ungranted", max_ready_ungranted, 1);
-  if (verify_width != 1) {
-    Refuse("verify_width must be 1 (wider verification is not supported yet), got " +
-           std::to_string(verify_width));
+  RequireAtLeast("verify_width", verify_width, 1);
+  if (role == Role::kFused && token_budget < verify_width) {
+    Refuse("token_budget " + std::to_string(token_budget) + " must be at least verify_width " +
+           std::to_string(verify_width) + ", which every decode row takes of it");
   }
-  if (overlap_depth != 0) {
-    Refuse("overlap_depth must be 0 (overlapped plans are not supported yet), got " +
-           std::to_string(overlap_depth));
+  if (overlap_depth != 0 && overlap_depth != 1) {
+    Refuse("overlap_depth must be 0 or 1, got " + std::to_string(overlap_depth));
   }
   if (eviction_policy != EvictionPolicy::kLru && eviction_policy != EvictionPolicy::kAgedFrequency) {
     Refuse("eviction_policy must be lru or aged_frequency, got " +

@@ -36,7 +36,7 @@ struct SchedulerConfig {
   bool enable_prefix_cache = true;
   std::int32_t max_ready_ungranted = 64;  // prefill role: started prompts that no peer has granted yet
   std::int32_t verify_width = 1;          // tokens a decode row feeds
-  std::int32_t overlap_depth = 0;         // plans built ahead of the newest landed result
+  std::int32_t overlap_depth = 0;         // results of a request that may be out when its next row is planned
   EvictionPolicy eviction_policy = EvictionPolicy::kLru;  // needs the prefix cache unless it is LRU
 
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there

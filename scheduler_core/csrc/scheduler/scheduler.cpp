@@ -143,6 +143,8 @@ void Scheduler::Apply(Request& request, const EventView& event) {
     request.is_granted = true;
   } else if (std::holds_alternative<const FinishEvent*>(event)) {
     Finish(request);
+  } else if (const auto* reserve = std::get_if<const ReserveEvent*>(&event)) {
+    std::get<Decoding>(request.state).reserve_tokens = (*reserve)->num_tokens;
   } else if (std::holds_alternative<const HandedOverEvent*>(event) ||
              std::holds_alternative<const QuiescedEvent*>(event)) {
     SetState(request, Finished());

@@ -107,6 +107,7 @@ class Scheduler {
   void NoteChunkPlanned(Request& request);
   bool CanTakeRow(const Request& request) const;
   std::int32_t DecodeWidth(const Request& request) const;
+  bool SecureStep(Round& round, Request& request, std::int64_t growth_tokens);
   bool PlanDecodeRow(Round& round, Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens);
   std::int32_t ChunkTokens(const Request& request, std::int32_t begin, std::int32_t num_budget_tokens,
                            std::int32_t promotion_tokens) const;

@@ -130,7 +130,7 @@ bool Scheduler::PlanDecodeRow(Round& round, Request& request, std::int32_t num_i
       std::int64_t{request.num_tokens()} - 1 + request.results_out().max_tokens() + num_input_tokens;
   const std::int64_t covered_tokens = std::max(end, HoldingsOf(request.state)->num_covered_tokens);
   const std::int64_t growth_tokens = covered_tokens - HoldingsOf(request.state)->num_covered_tokens;
-  if (!coordinator_.Secure(HoldingsOf(request.state)->tables, growth_tokens, round.plan().zero_blocks)) {
+  if (!SecureStep(round, request, growth_tokens)) {
     return false;
   }
   const bool is_first = request.phase() != Phase::kDecoding;  // the same line, so no queue changes
@@ -150,6 +150,26 @@ bool Scheduler::PlanDecodeRow(Round& round, Request& request, std::int32_t num_i
   round.AddDecodeRow(request, num_input_tokens, cost_tokens);
   decoding.results_out.Add(num_input_tokens);
   request.last_plan = num_plans_;
+  return true;
+}
+
+// Room in the full groups for what a step takes, or for what the runtime reserved. What a reservation would
+// need beyond the longest request is left out, so that it can be had. Other groups were promised all they
+// hold.
+bool Scheduler::SecureStep(Round& round, Request& request, std::int64_t growth_tokens) {
+  auto* decoding = std::get_if<Decoding>(&request.state);
+  Holdings& holdings = *HoldingsOf(request.state);
+  std::int64_t num_tokens = growth_tokens;
+  if (decoding != nullptr && decoding->reserve_tokens > 0) {
+    const std::int64_t most = capacity_model_.max_covered_tokens() - holdings.num_covered_tokens;
+    num_tokens = std::max(growth_tokens, std::min<std::int64_t>(decoding->reserve_tokens, most));
+  }
+  if (!coordinator_.Secure(holdings.tables, num_tokens, round.plan().zero_blocks)) {
+    return false;
+  }
+  if (decoding != nullptr) {
+    decoding->reserve_tokens = 0;
+  }
   return true;
 }
 

@@ -66,6 +66,8 @@ def scheduler_config(
     cache_groups: Sequence[sc.CacheGroupConfig] | None = None,
     enable_prefix_cache: bool = True,
     max_ready_ungranted: int = 64,
+    verify_width: int = 1,
+    overlap_depth: int = 0,
     eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
@@ -77,12 +79,14 @@ def scheduler_config(
         cache_groups=[full_group()] if cache_groups is None else list(cache_groups),
         enable_prefix_cache=enable_prefix_cache,
         max_ready_ungranted=max_ready_ungranted,
+        verify_width=verify_width,
+        overlap_depth=overlap_depth,
         eviction_policy=eviction_policy,
     )
 
 
 def spec(
-    request_id: str, tokens: int | Sequence[int], *, max_new_tokens: int = 4, local_prefill: bool = False
+    request_id: str, tokens: int | Sequence[int], *, max_new_tokens: int | None = 4, local_prefill: bool = False
 ) -> sc.RequestSpec:
     """A request; an int stands for that many ascending tokens."""
     ids = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
@@ -101,13 +105,12 @@ class Runtime:
         self.admissions.update({a.request_id: a.device_hit_tokens for a in plan.admissions})
         return plan
 
-    def land(self, plan: sc.Plan) -> None:
-        """Answers every row of a plan."""
-        ends = plan.begins + plan.input_lengths
+    def land(self, plan: sc.Plan, num_tokens: int = 1) -> None:
+        """Answers every row of a plan; a decode row with up to `num_tokens`."""
         self.scheduler.advance(
             [
-                sc.ResultEvent(request_id, [1000 + int(end)] if wanted else [])
-                for request_id, wanted, end in zip(plan.request_ids, plan.logits_wanted, ends, strict=True)
+                sc.ResultEvent(request_id, tokens_of(plan, row, num_tokens))
+                for row, request_id in enumerate(plan.request_ids)
             ]
         )
 
@@ -126,6 +129,14 @@ class Runtime:
         """Ends requests and gives the plan that lists them."""
         self.scheduler.advance([sc.FinishEvent(request_id) for request_id in request_ids])
         return self.plan()
+
+
+def tokens_of(plan: sc.Plan, row: int, num_tokens: int) -> list[int]:
+    """What a row's result brings: 1000 + position."""
+    begin, length = int(plan.begins[row]), int(plan.input_lengths[row])
+    if row < plan.num_prefill_rows:
+        return [1000 + begin + length] * int(plan.logits_wanted[row])
+    return [1000 + begin + 1 + number for number in range(min(num_tokens, length))]
 
 
 def rows_of(plan: sc.Plan) -> list[tuple[str, int, int]]:

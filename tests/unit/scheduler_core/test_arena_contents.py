@@ -3,7 +3,9 @@
 A row of the arena is stood for by the tokens up to its position, a state by the tokens it sums up, so that a read of a
 block that was never written, was given to someone else or holds another prefix is seen. Peers copy late, as a data
 plane does: a copy out of a prefill node reads the blocks that were posted for it, and a granted block of a failed
-handoff may still be written until it is quiet. Every history ends by itself: nothing that was submitted waits for ever.
+handoff may still be written until it is quiet. Decode rows verify drafts, of which a random number is right, and plans
+may be made before the last results have landed: then the device knows tokens that the scheduler does not. Every history
+ends by itself: nothing that was submitted waits for ever.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ GROUP_MIXES = (
 )
 
 LONGEST_PROMPT_TOKENS = 60
+WRONG_DRAFT = -9
 
 Row = tuple[int, ...]  # all tokens up to and including the row's
 
@@ -88,9 +91,12 @@ class Node:
     role: sc.Role
     groups: list[sc.CacheGroupConfig]
     chance: random.Random
+    verify_width: int = 1
+    overlap_depth: int = 0
     scheduler: sc.Scheduler = field(init=False)
     arena: dict[tuple[int, int], list[Row]] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # as the device knows them
+    landing: list[list[sc.Event]] = field(default_factory=list)  # by plan: what the scheduler has not heard yet
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)  # prompt, completion
     peers: dict[str, Peer] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
@@ -102,11 +108,13 @@ class Node:
         self.scheduler = sc.Scheduler(
             scheduler_config(
                 self.role,
-                num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.groups) - 1),
+                num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.groups) - 1) + self.verify_width,
                 max_batch_size=3,
                 token_budget=self.chance.choice((8, 9, 64) if any(g.replayable for g in self.groups) else (5, 9, 64)),
                 cache_groups=self.groups,
                 max_ready_ungranted=3,
+                verify_width=self.verify_width,
+                overlap_depth=self.overlap_depth,
                 eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
             )
         )
@@ -117,7 +125,7 @@ class Node:
         self.num_submitted += 1
         head = self.chance.choice(self.prompts) if self.prompts and self.chance.random() < 0.7 else []
         tail = [self.chance.randrange(3) for _ in range(self.chance.choice((1, 2, 4, 8, 30)))]
-        longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - 1)
+        longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - self.verify_width)
         prompt = [*head, *tail][:longest]
         max_new_tokens = self.chance.randint(0, min(5, self.scheduler.max_request_tokens - len(prompt)))
         is_remote = self.role == sc.Role.DECODE and self.chance.random() < 0.7
@@ -143,6 +151,8 @@ class Node:
         for handover in plan.handovers:
             self.peers[handover.request_id].is_over = True
         self._compute(plan)
+        while len(self.landing) > (self.overlap_depth if self.chance.random() < 0.8 else 0):
+            self.scheduler.advance(self.landing.pop(0))
         return not plan.is_empty
 
     def _zero(self, plan: sc.Plan) -> None:
@@ -151,43 +161,77 @@ class Node:
                 self.arena[group, block_id] = [()] * self.groups[group].block_granularity
 
     def _compute(self, plan: sc.Plan) -> None:
-        for row, request_id in enumerate(plan.request_ids):
-            begin, length = int(plan.begins[row]), int(plan.input_lengths[row])
-            for group, table in enumerate(plan.block_tables):
-                if self.groups[group].family == sc.Family.STATE:
-                    self._compute_state(plan, row, group)
-                    continue
-                first_new = begin + int(plan.replay_lengths[row])
-                for position in range(begin if self.groups[group].replayable else first_new, begin + length):
-                    self._write(group, table[row].tolist(), position, request_id)
-                self.check_rows(group, table[row].tolist(), request_id, first_new, begin + length)
-            if self.role == sc.Role.PREFILL:
-                self._post(request_id, begin + length)
         events: list[sc.Event] = []
-        for request_id, wanted in zip(plan.request_ids, plan.logits_wanted.tolist(), strict=True):
-            new_tokens = [self.chance.randrange(3)] * wanted
-            self.tokens[request_id] += new_tokens
+        for row, request_id in enumerate(plan.request_ids):
+            self._check_inputs(plan, row)
+            new_tokens = self._generate(plan, row)
             events.append(sc.ResultEvent(request_id, new_tokens))
-            prompt, completion = self.limits[request_id]
-            if self.role != sc.Role.PREFILL and len(self.tokens[request_id]) == prompt + completion:
+            is_decode = row >= plan.num_prefill_rows
+            begin = len(self.tokens[request_id]) - 1 if is_decode else int(plan.begins[row])
+            end = begin + (max(1, len(new_tokens)) if is_decode else int(plan.input_lengths[row]))
+            self.tokens[request_id] += new_tokens
+            for group in range(len(self.groups)):
+                self._compute_group(plan, row, group, begin, end)
+            if self.role == sc.Role.PREFILL:
+                self._post(request_id, end)
+            if self.role != sc.Role.PREFILL and len(self.tokens[request_id]) == sum(self.limits[request_id]):
                 events.append(sc.FinishEvent(request_id))
                 self.ended.add(request_id)
-        self.scheduler.advance(events)
+        self.landing.append(events)
 
-    def _compute_state(self, plan: sc.Plan, row: int, group: int) -> None:
+    def _generate(self, plan: sc.Plan, row: int) -> list[int]:
+        """Of a decode row the drafts that were right, and the token behind them; none that is not wanted."""
+        if row < plan.num_prefill_rows:
+            return [self.chance.randrange(3)] * int(plan.logits_wanted[row])
+        request_id = plan.request_ids[row]
+        wanted = sum(self.limits[request_id]) - len(self.tokens[request_id])
+        num_tokens = min(self.chance.randint(1, int(plan.input_lengths[row])), wanted)
+        return [self.chance.randrange(3) for _ in range(num_tokens)]
+
+    def _check_inputs(self, plan: sc.Plan, row: int) -> None:
+        """A row begins where the plan says, or behind that by what the results on their way bring."""
+        tokens = self.tokens[plan.request_ids[row]]
+        first = int(plan.input_lengths[:row].sum())
+        begin, length, num_out = (
+            int(column[row]) for column in (plan.begins, plan.input_lengths, plan.num_results_out)
+        )
+        inputs = plan.token_ids[first : first + length].tolist()
+        assert num_out <= self.overlap_depth
+        if row < plan.num_prefill_rows:
+            assert inputs == tokens[begin : begin + length]
+            return
+        assert length <= self.verify_width
+        assert begin <= len(tokens) - 1 <= begin + num_out * (self.verify_width - 1)
+        assert inputs == ([-1] if num_out else tokens[-1:]) + [-1] * (length - 1)
+
+    def _compute_group(self, plan: sc.Plan, row: int, group: int, begin: int, end: int) -> None:
+        """Rows behind `end` hold drafts that turned out wrong; the next row writes there again."""
+        if self.groups[group].family == sc.Family.STATE:
+            self._compute_state(plan, row, group, begin, end)
+            return
         request_id, table = plan.request_ids[row], plan.block_tables[group][row].tolist()
-        begin, end = int(plan.begins[row]), int(plan.begins[row] + plan.input_lengths[row])
-        input_slot = int(plan.state_input_slots[group][row])
-        assert (input_slot < 0) == (begin == 0)
+        first_new = begin + int(plan.replay_lengths[row])
+        for position in range(begin if self.groups[group].replayable else first_new, end):
+            self._write(group, table, position, self._row_at(request_id, position))
+        for position in range(end, begin + int(plan.input_lengths[row])):
+            self._write(group, table, position, (WRONG_DRAFT, position))
+        self.check_rows(group, table, request_id, first_new, end)
+
+    def _compute_state(self, plan: sc.Plan, row: int, group: int, begin: int, end: int) -> None:
+        """A decode row leaves the state behind its last right draft, in the slot where that lies."""
+        request_id, table = plan.request_ids[row], plan.block_tables[group][row].tolist()
+        granularity = self.groups[group].block_granularity
+        if begin == int(plan.begins[row]):
+            last = begin + int(plan.input_lengths[row]) - 1
+            assert int(plan.state_input_slots[group][row]) == ((begin - 1) // granularity if begin else -1)
+            assert int(plan.state_output_slots[group][row]) == last // granularity
         if begin:
-            self.check_state(group, table[input_slot], request_id, begin)
+            self.check_state(group, table[(begin - 1) // granularity], request_id, begin)
         checkpoint = int(plan.checkpoint_tokens[row])
         if checkpoint:
             assert begin < checkpoint < end
-            self.write_state(
-                group, table[(checkpoint - 1) // self.groups[group].block_granularity], request_id, checkpoint
-            )
-        self.write_state(group, table[int(plan.state_output_slots[group][row])], request_id, end)
+            self.write_state(group, table[(checkpoint - 1) // granularity], request_id, checkpoint)
+        self.write_state(group, table[(end - 1) // granularity], request_id, end)
 
     def write_state(self, group: int, block_id: int, request_id: str, num_tokens: int) -> None:
         assert block_id > 0
@@ -196,9 +240,12 @@ class Node:
     def check_state(self, group: int, block_id: int, request_id: str, num_tokens: int) -> None:
         assert self.arena[group, block_id] == [tuple(self.tokens[request_id][:num_tokens])], (request_id, group)
 
-    def _write(self, group: int, table: Sequence[int], position: int, request_id: str) -> None:
+    def _write(self, group: int, table: Sequence[int], position: int, row: Row) -> None:
         slot, offset = divmod(position, self.groups[group].block_granularity)
-        self.arena[group, table[slot]][offset] = tuple(self.tokens[request_id][: position + 1])
+        self.arena[group, table[slot]][offset] = row
+
+    def _row_at(self, request_id: str, position: int) -> Row:
+        return tuple(self.tokens[request_id][: position + 1])
 
     def check_rows(self, group: int, table: Sequence[int], request_id: str, begin: int, num_tokens: int) -> None:
         """Everything that queries from `begin` on can see."""
@@ -207,7 +254,7 @@ class Node:
         for position in range(max(0, begin - window + 1), num_tokens):
             slot, offset = divmod(position, granularity)
             found = self.arena[group, table[slot]][offset]
-            assert found == tuple(self.tokens[request_id][: position + 1]), (request_id, group, position)
+            assert found == self._row_at(request_id, position), (request_id, group, position)
 
     def _post(self, request_id: str, num_computed: int) -> None:
         """Posts the blocks that a chunk completed, read from the table as it is now."""
@@ -262,7 +309,7 @@ class Node:
                 self.write_state(group, table[-1], request_id, num_tokens)
                 continue
             for position in range(first_slot * granularity, num_tokens):
-                self._write(group, table, position, request_id)
+                self._write(group, table, position, self._row_at(request_id, position))
         del self.peers[request_id]
         if request_id in self.ended:
             self.scheduler.advance([sc.QuiescedEvent(request_id)])
@@ -307,25 +354,47 @@ class Node:
 MOVES = (Node.submit, Node.submit, Node.step, Node.step, Node.step, Node.move_bytes, Node.grant, Node.end_one)
 
 
-def play(role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int) -> Node:
-    node = Node(role=role, groups=groups, chance=random.Random(seed))
+def play(
+    role: sc.Role,
+    groups: list[sc.CacheGroupConfig],
+    seed: int,
+    num_moves: int,
+    verify_width: int = 1,
+    overlap_depth: int = 0,
+) -> Node:
+    node = Node(
+        role=role,
+        groups=groups,
+        chance=random.Random(seed),
+        verify_width=verify_width,
+        overlap_depth=overlap_depth,
+    )
     for _ in range(num_moves):
         node.chance.choice(MOVES)(node)
     node.run_to_the_end()
     return node
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.behaviour("J12")
+@pytest.mark.behaviour("S5")
+@settings(max_examples=120, deadline=None)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),
     seed=st.integers(0, 2**32),
     num_moves=st.integers(1, 150),
+    verify_width=st.sampled_from([1, 4]),
+    overlap_depth=st.integers(0, 1),
 )
 def test_every_read_finds_what_was_written_for_it(
-    role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int
+    role: sc.Role,
+    groups: list[sc.CacheGroupConfig],
+    seed: int,
+    num_moves: int,
+    verify_width: int,
+    overlap_depth: int,
 ) -> None:
-    play(role, groups, seed, num_moves)
+    play(role, groups, seed, num_moves, verify_width, overlap_depth)
 
 
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE])

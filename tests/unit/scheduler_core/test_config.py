@@ -45,8 +45,10 @@ def test_a_sound_configuration_passes() -> None:
         ({"max_batch_size": 0}, ["max_batch_size", "got 0"]),
         ({"token_budget": -3}, ["token_budget", "got -3"]),
         ({"max_ready_ungranted": 0}, ["max_ready_ungranted", "got 0"]),
-        ({"verify_width": 2}, ["verify_width", "got 2"]),
-        ({"overlap_depth": 1}, ["overlap_depth", "got 1"]),
+        ({"verify_width": 0}, ["verify_width", "at least 1", "got 0"]),
+        ({"verify_width": 17}, ["verify_width 17", "token_budget 16"]),
+        ({"overlap_depth": 2}, ["overlap_depth", "0 or 1", "got 2"]),
+        ({"overlap_depth": -1}, ["overlap_depth", "0 or 1", "got -1"]),
         (
             {"eviction_policy": sc.EvictionPolicy.AGED_FREQUENCY, "enable_prefix_cache": False},
             ["eviction_policy aged_frequency", "enable_prefix_cache"],
@@ -119,6 +121,13 @@ def test_there_is_no_default_configuration() -> None:
         sc.SchedulerConfig()  # type: ignore[call-arg]
 
 
+@pytest.mark.behaviour("C2")
+def test_wide_rows_and_overlapped_plans_are_legal_in_every_role() -> None:
+    for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
+        _config(role=role, verify_width=16, overlap_depth=1).validate()
+
+
+@pytest.mark.behaviour("K9")
 def test_the_bound_of_a_request_is_what_the_pool_holds() -> None:
     two_groups = [full_group("a", block_granularity=2), full_group("b", block_granularity=2)]
     uneven = [full_group("a", block_granularity=2), full_group("b", block_granularity=1)]
@@ -126,3 +135,5 @@ def test_the_bound_of_a_request_is_what_the_pool_holds() -> None:
     for groups, bound in ((two_groups, 8), (uneven, 5), (packed, 48)):
         config = scheduler_config(prefix_granularity=2, num_lcm_blocks=8, cache_groups=groups)
         assert sc.Scheduler(config).max_request_tokens == bound
+    ahead = scheduler_config(prefix_granularity=2, num_lcm_blocks=8, cache_groups=two_groups, overlap_depth=1)
+    assert sc.Scheduler(ahead).max_request_tokens == 7

@@ -43,7 +43,10 @@ GROUP_MIXES = (
 
 @dataclass(slots=True)
 class Owed:
-    tokens: int
+    """A row whose result is out. `most`: tokens that it can bring, all of them exactly one unless it verifies."""
+
+    most: int
+    is_decode: bool
 
 
 @dataclass(slots=True)
@@ -53,9 +56,12 @@ class Driver:
     role: sc.Role
     groups: list[sc.CacheGroupConfig]
     chance: random.Random
+    verify_width: int = 1
+    overlap_depth: int = 0
     scheduler: sc.Scheduler = field(init=False)
     lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
-    owed: dict[str, Owed] = field(default_factory=dict)
+    generated: dict[str, int] = field(default_factory=dict)
+    owed: dict[str, list[Owed]] = field(default_factory=dict)  # oldest first
     transferring: set[str] = field(default_factory=set)  # a peer reads or writes blocks of these
     landed: set[str] = field(default_factory=set)  # these may finish
     quarantined: set[str] = field(default_factory=set)
@@ -66,7 +72,7 @@ class Driver:
     num_lcm_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_lcm_blocks = 14 + 6 * max(0, len(self.open_groups) + len(self.groups) - 2)
+        self.num_lcm_blocks = 14 + 6 * max(0, len(self.open_groups) + len(self.groups) - 2) + 2 * self.verify_width
         config = scheduler_config(
             self.role,
             num_lcm_blocks=self.num_lcm_blocks,
@@ -74,6 +80,8 @@ class Driver:
             token_budget=9,
             cache_groups=self.groups,
             max_ready_ungranted=3,
+            verify_width=self.verify_width,
+            overlap_depth=self.overlap_depth,
             eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
         )
         self.scheduler = sc.Scheduler(config)
@@ -94,6 +102,7 @@ class Driver:
         tokens = range(stem, stem + length)
         self.scheduler.submit([spec(request_id, tokens, max_new_tokens=max_new_tokens, local_prefill=local)])
         self.lengths[request_id] = (length, max_new_tokens)
+        self.generated[request_id] = 0
         if self.role == sc.Role.DECODE and not local:
             self.scheduler.advance([sc.ReadyEvent(request_id)])
 
@@ -102,8 +111,10 @@ class Driver:
         self.log.append(repr_of(plan))
         self.check_plan(plan)
         for row, request_id in enumerate(plan.request_ids):
-            assert request_id not in self.owed
-            self.owed[request_id] = Owed(int(plan.logits_wanted[row]))
+            owed = self.owed.setdefault(request_id, [])
+            assert int(plan.num_results_out[row]) == len(owed) <= self.overlap_depth
+            is_decode = row >= plan.num_prefill_rows
+            owed.append(Owed(int(plan.input_lengths[row] if is_decode else plan.logits_wanted[row]), is_decode))
             if self.role == sc.Role.PREFILL:
                 self.transferring.add(request_id)
         for grant in plan.remote_prefills:
@@ -114,20 +125,30 @@ class Driver:
             self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        del self.lengths[request_id]
+        del self.lengths[request_id], self.generated[request_id]
         self.owed.pop(request_id, None)
         self.held.pop(request_id, None)
         for names in (self.transferring, self.landed, self.quarantined):
             names.discard(request_id)
 
     def land_results(self) -> None:
+        """Those of each request's oldest row, or all that are out."""
         events: list[sc.Event] = []
-        for request_id, owed in list(self.owed.items()):
-            events.append(sc.ResultEvent(request_id, [7] * owed.tokens))
-            if owed.tokens and self.role != sc.Role.PREFILL:
-                self.landed.add(request_id)
-        self.owed.clear()
+        most_rows = self.chance.randint(1, 2)
+        for request_id, owed in self.owed.items():
+            for row in owed[:most_rows]:
+                num_tokens = self.num_landing(request_id, row)
+                self.generated[request_id] += num_tokens
+                events.append(sc.ResultEvent(request_id, [7] * num_tokens))
+                if row.most and self.role != sc.Role.PREFILL:
+                    self.landed.add(request_id)
+            del owed[:most_rows]
         self.scheduler.advance(events)
+
+    def num_landing(self, request_id: str, row: Owed) -> int:
+        """A row that was planned ahead brings none when the one before it brought the last one wanted."""
+        wanted = self.lengths[request_id][1] - self.generated[request_id]
+        return self.chance.randint(min(1, wanted), min(row.most, wanted)) if row.is_decode else row.most
 
     def finish_one(self) -> None:
         candidates = sorted(self.landed - self.quarantined)
@@ -143,6 +164,7 @@ class Driver:
         if candidates and self.role == sc.Role.DECODE:
             request_id = self.chance.choice(candidates)
             self.scheduler.advance([sc.DoneEvent(request_id, 7)])
+            self.generated[request_id] += 1
             self.transferring.discard(request_id)
             self.landed.add(request_id)
 
@@ -179,7 +201,9 @@ class Driver:
     def check_plan(self, plan: sc.Plan) -> None:
         assert plan.num_rows <= 3
         assert len(set(plan.request_ids)) == plan.num_rows
-        assert self.role == sc.Role.DECODE or int(plan.input_lengths.sum()) <= 9
+        num_decode_rows = plan.num_rows - plan.num_prefill_rows
+        cost_tokens = int(plan.input_lengths[: plan.num_prefill_rows].sum()) + num_decode_rows * self.verify_width
+        assert self.role == sc.Role.DECODE or cost_tokens <= 9
         slots = plan.request_slots.tolist()
         assert len(set(slots)) == len(slots)
         assert all(slot > 0 for slot in slots)
@@ -206,7 +230,9 @@ class Driver:
             prompt_tokens, max_new_tokens = self.lengths[admission.request_id]
             assert admission.device_hit_tokens < prompt_tokens
             assert admission.device_hit_tokens % 4 == 0
-            reserve = 1 if self.role == sc.Role.PREFILL else max(max_new_tokens, 1)
+            ahead = self.overlap_depth * self.verify_width
+            completion = max(max_new_tokens, self.verify_width) + ahead
+            reserve = self.verify_width if self.role == sc.Role.PREFILL else completion
             tables = self.scheduler.block_tables(admission.request_id)
             for group, slots_of_table in zip(self.groups, tables, strict=True):
                 if group.group_id in self.open_groups:
@@ -297,25 +323,45 @@ MOVES = (
 )
 
 
-def play(role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int) -> Driver:
-    driver = Driver(role=role, groups=groups, chance=random.Random(seed))
+def play(
+    role: sc.Role,
+    groups: list[sc.CacheGroupConfig],
+    seed: int,
+    num_moves: int,
+    verify_width: int = 1,
+    overlap_depth: int = 0,
+) -> Driver:
+    driver = Driver(
+        role=role,
+        groups=groups,
+        chance=random.Random(seed),
+        verify_width=verify_width,
+        overlap_depth=overlap_depth,
+    )
     for _ in range(num_moves):
         driver.chance.choice(MOVES)(driver)
         driver.check_state()
     return driver
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),
     seed=st.integers(0, 2**32),
     num_moves=st.integers(1, 250),
+    verify_width=st.sampled_from([1, 3]),
+    overlap_depth=st.integers(0, 1),
 )
 def test_every_history_keeps_the_books_and_comes_to_rest(
-    role: sc.Role, groups: list[sc.CacheGroupConfig], seed: int, num_moves: int
+    role: sc.Role,
+    groups: list[sc.CacheGroupConfig],
+    seed: int,
+    num_moves: int,
+    verify_width: int,
+    overlap_depth: int,
 ) -> None:
-    play(role, groups, seed, num_moves).come_to_rest()
+    play(role, groups, seed, num_moves, verify_width, overlap_depth).come_to_rest()
 
 
 def test_equal_histories_give_equal_plans() -> None:
