@@ -95,7 +95,7 @@ class Player:
 
     def _plan(self, _: list[str]) -> str:
         plan = self._core().next_plan()
-        self.owed_plans.append(plan)
+        self.owed_plans += [plan] if plan.num_rows else []
         return "\n".join(_lines_of(plan, self.group_ids)) or "(empty)"
 
     def _land(self, words: list[str]) -> str:
