@@ -51,6 +51,7 @@ std::vector<std::int64_t> StateSlots(const CapacityModel& model, std::size_t gro
 
 using Slots = std::vector<std::int64_t>;
 
+// behaviour: K5
 TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
   SchedulerConfig config = Config(Role::kDecode, 32, 1024, {Sliding(32, 513)});
   const CapacityModel model(config);
@@ -72,23 +73,84 @@ TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
   EXPECT_GT(CapacityModel(config).max_request_tokens(), 1 << 30);
 }
 
+// behaviour: K8
 TEST(CapacityModel, ConcurrentDemandsOfAllKinds) {
-  const CapacityModel model(Config(Role::kFused, 32, 1024, {Full(32), State(32), Sliding(32, 100)}));
-  EXPECT_EQ(model.ConcurrentBlocksFor(0, 8, 20000, 3000), 625 + 8);
-  EXPECT_EQ(model.ConcurrentBlocksFor(1, 8, 20000, 3000), 8 * 4);
-  EXPECT_EQ(model.ConcurrentBlocksFor(2, 8, 20000, 3000), 8 * 5 + 4 + 32);
+  SchedulerConfig config = Config(Role::kFused, 32, 1024, {Full(32), State(32), Sliding(32, 100)});
+  const CapacityModel plain(config);
+  EXPECT_EQ(plain.ConcurrentBlocksFor(0, 8, 20000, 3000), 625 + 8);
+  EXPECT_EQ(plain.ConcurrentBlocksFor(1, 8, 20000, 3000), 8 * 4);
+  EXPECT_EQ(plain.ConcurrentBlocksFor(2, 8, 20000, 3000), 8 * 5 + 4 + 32);
+  config.verify_width = 2;
+  config.overlap_depth = 1;
+  const CapacityModel ahead(config);
+  EXPECT_EQ(ahead.ConcurrentBlocksFor(0, 8, 20000, 3000), 625 + 16);
+  EXPECT_EQ(ahead.ConcurrentBlocksFor(1, 8, 20000, 3000), 32);
+  EXPECT_EQ(ahead.ConcurrentBlocksFor(2, 8, 20000, 3000), 40 + 4 + 32);
 }
 
+// behaviour: K9
+TEST(CapacityModel, TheBoundLeavesRoomForWhatIsPlannedAhead) {
+  const auto bound = [](std::int32_t overlap_depth, std::int32_t second_granularity, Role role) {
+    SchedulerConfig config = Config(role, 2, 64, {Full(2), Full(second_granularity)});
+    config.num_lcm_blocks = 8;
+    config.overlap_depth = overlap_depth;
+    return CapacityModel(config).max_request_tokens();
+  };
+  EXPECT_EQ(bound(0, 2, Role::kFused), 8);
+  EXPECT_EQ(bound(1, 2, Role::kFused), 7);
+  EXPECT_EQ(bound(0, 1, Role::kFused), 5);
+  EXPECT_EQ(bound(1, 2, Role::kPrefill), 8);  // plans no decode row
+}
+
+// behaviour: K3
+TEST(CapacityModel, AStateTableReservesForTheRowsThatAreOut) {
+  const auto promised = [](std::int32_t verify_width, std::int32_t overlap_depth, Role role) {
+    SchedulerConfig config = Config(role, 4, 64, {State(4)});
+    config.verify_width = verify_width;
+    config.overlap_depth = overlap_depth;
+    return CapacityModel(config).held_while_decoding()[0];
+  };
+  EXPECT_EQ(promised(1, 0, Role::kFused), 2);
+  EXPECT_EQ(promised(4, 0, Role::kFused), 2);
+  EXPECT_EQ(promised(2, 1, Role::kFused), 2);
+  EXPECT_EQ(promised(4, 1, Role::kFused), 3);
+  EXPECT_EQ(promised(4, 1, Role::kPrefill), 1);
+}
+
+// behaviour: K4
+TEST(CapacityModel, ALandingHoldsItsWindowAndTheRowsThatAreOut) {
+  SchedulerConfig config = Config(Role::kDecode, 4, 64, {Sliding(2, 5)});
+  config.verify_width = 3;
+  config.overlap_depth = 1;
+  const PromptSpan landing{.begin_tokens = 0,
+                           .end_tokens = 40,
+                           .num_prompt_tokens = 40,
+                           .num_needed_tokens = 60,
+                           .num_limit_tokens = 60,
+                           .is_local = false};
+  // L + ceil((W - 1 + w + d * w + g - 1) / g)
+  EXPECT_EQ(CapacityModel(config).FirstDemands(landing)[0].num_promised_blocks, 2 + 6);
+}
+
+// behaviour: K10
 TEST(CapacityModel, APoolSizedForItsConcurrencyHoldsWhatTheBoundAccepts) {
   for (const Role role : {Role::kPrefill, Role::kDecode, Role::kFused}) {
     for (const std::int32_t token_budget : {8, 64, 1024}) {
-      const CapacityModel model(
-          Config(role, 8, token_budget, {Full(8), State(4), Sliding(4, 7), Sliding(8, 100), Sliding(2, 1)}));
-      for (const std::int64_t num_tokens : {1, 2, 7, 8, 9, 63, 64, 65, 200, 1023, 5000}) {
-        for (std::size_t group = 0; group < 5; ++group) {
-          EXPECT_GE(model.ConcurrentBlocksFor(group, 1, num_tokens, num_tokens),
-                    model.BlocksFor(group, num_tokens))
-              << NameOf(role) << " " << token_budget << " " << num_tokens << " " << group;
+      for (const std::int32_t verify_width : {1, 2, 5, 8}) {
+        for (const std::int32_t overlap_depth : {0, 1}) {
+          SchedulerConfig config = Config(role, 8, token_budget,
+                                          {Full(8), State(4), Sliding(4, 7), Sliding(8, 100), Sliding(2, 1)});
+          config.verify_width = verify_width;
+          config.overlap_depth = overlap_depth;
+          const CapacityModel model(config);
+          for (const std::int64_t num_tokens : {1, 2, 7, 8, 9, 63, 64, 65, 200, 1023, 5000}) {
+            for (std::size_t group = 0; group < 5; ++group) {
+              EXPECT_GE(model.ConcurrentBlocksFor(group, 1, num_tokens, num_tokens),
+                        model.BlocksFor(group, num_tokens))
+                  << NameOf(role) << " " << token_budget << " " << verify_width << " " << overlap_depth << " "
+                  << num_tokens << " " << group;
+            }
+          }
         }
       }
     }
