@@ -130,7 +130,8 @@ class Step:
             [
                 history.event(ANSWERS[request.phase], request)
                 for request in history.requests()
-                if request.phase in ANSWERS and (request.num_results_out > 0 or ANSWERS[request.phase] is not EventKind.RESULT)
+                if request.phase in ANSWERS
+                and (request.num_results_out > 0 or ANSWERS[request.phase] is not EventKind.RESULT)
             ]
         )
         if self.ends:
