@@ -20,6 +20,7 @@ from node_runtime.engine.messages import (
     PostEvents,
     RequestAdmitted,
     RequestFailed,
+    RequestRetracted,
     StopRule,
     SubmitRequest,
     TokenGenerated,
@@ -45,6 +46,7 @@ class Measured:
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     num_tokens: int = 0
+    num_retractions: int = 0
 
 
 class Generation:
@@ -100,10 +102,9 @@ class Generation:
     def _on_update(self, update: Update) -> None:
         match update:
             case RequestAdmitted():
-                self.measured.admitted_at_s = update.at_s
-                self.measured.device_hit_tokens = update.device_hit_tokens
-                self.measured.host_hit_tokens = update.host_hit_tokens
-                self.measured.storage_hit_tokens = update.storage_hit_tokens
+                self._note_admission(update)
+            case RequestRetracted():
+                self.measured.num_retractions += 1
             case GrantOffered():
                 if self.on_grant is None:
                     raise InternalError("a grant for a request without a handoff")
@@ -122,6 +123,14 @@ class Generation:
                 raise InternalError("a handover does not belong to this role")
             case _:
                 assert_never(update)
+
+    def _note_admission(self, update: RequestAdmitted) -> None:
+        """The first one: what a later one finds in the cache is mostly this request's own."""
+        if self.measured.admitted_at_s is None:
+            self.measured.admitted_at_s = update.at_s
+            self.measured.device_hit_tokens = update.device_hit_tokens
+            self.measured.host_hit_tokens = update.host_hit_tokens
+            self.measured.storage_hit_tokens = update.storage_hit_tokens
 
     def _count(self, update: TokenGenerated) -> None:
         self.measured.num_tokens += 1

@@ -204,6 +204,8 @@ class DecodeService:
         measured = live.measured
         span.set(span_names.GEN_AI_USAGE_OUTPUT_TOKENS, measured.num_tokens)
         span.set(span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE, measured.device_hit_tokens)
+        if measured.num_retractions:
+            span.set(span_names.PDMESH_RETRACTIONS, measured.num_retractions)
         if live.received is not None:
             span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, live.received.cached_tokens)
         queued_at_s = measured.arrived_at_s if live.handoff is None else live.handoff.ready_at_s

@@ -26,6 +26,7 @@ from node_runtime.engine.messages import (
     PostEvents,
     RequestAdmitted,
     RequestFailed,
+    RequestRetracted,
     SubmitRequest,
     TokenGenerated,
     Update,
@@ -276,7 +277,7 @@ class PromptHandoff:
                 self._complete_if_whole()
             case RequestFailed():
                 self.give_up(update.error)
-            case GrantOffered() | GenerationEnded():
+            case RequestRetracted() | GrantOffered() | GenerationEnded():
                 raise InternalError(f"{type(update).__name__} does not belong to the prefill role")
             case _:
                 assert_never(update)

@@ -30,6 +30,7 @@ from node_runtime.engine.messages import (
     PostEvents,
     RequestAdmitted,
     RequestFailed,
+    RequestRetracted,
     RequestSink,
     Shutdown,
     StopRule,
@@ -143,6 +144,7 @@ class EngineLoop:
         self._live: dict[str, _Live] = {}
         self._outbox: list[Delivery] = []
         self._num_steps = 0
+        self._num_retractions = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._snapshot = self._take_snapshot()
@@ -258,6 +260,10 @@ class EngineLoop:
             self._drop([*plan.request_ids, *granted], error)
             return False
         now_s = self._clock.now_s()
+        for request_id in plan.retracted:
+            self._num_retractions += 1
+            _log.info("request %s gave its memory to another one and will go on later", request_id)
+            self._emit(request_id, RequestRetracted(at_s=now_s))
         for admission in plan.admissions:
             self._emit(
                 admission.request_id,
@@ -357,6 +363,7 @@ class EngineLoop:
             num_running=capacity.num_running,
             num_live_requests=capacity.num_live_requests,
             num_steps=self._num_steps,
+            num_retractions=self._num_retractions,
         )
 
 

@@ -58,6 +58,13 @@ class RequestAdmitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRetracted:
+    """The request gave its memory to another one. Another `RequestAdmitted` follows; no token is lost or repeated."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrantOffered:
     """Decode role: blocks were allocated (and zeroed) for the prompt tokens from `from_token` on."""
 
@@ -97,7 +104,15 @@ class RequestFailed:
     error: NodeError
 
 
-Update: TypeAlias = RequestAdmitted | GrantOffered | HandoverOffered | TokenGenerated | GenerationEnded | RequestFailed
+Update: TypeAlias = (
+    RequestAdmitted
+    | RequestRetracted
+    | GrantOffered
+    | HandoverOffered
+    | TokenGenerated
+    | GenerationEnded
+    | RequestFailed
+)
 # Takes the updates of one request, in order, on the event loop's thread.
 RequestSink: TypeAlias = Callable[[Update], None]
 
@@ -158,3 +173,4 @@ class EngineSnapshot:
     num_running: int
     num_live_requests: int
     num_steps: int
+    num_retractions: int

@@ -51,6 +51,7 @@ class ComputeReporter:
             ),
             peers=self._peers(),
             num_steps=snapshot.num_steps,
+            num_retractions=snapshot.num_retractions,
         )
 
     async def clear_cache(self) -> bool:

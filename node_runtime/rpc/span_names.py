@@ -39,6 +39,7 @@ PDMESH_CACHED_TOKENS_PREFILL_DEVICE: Final = "pdmesh.cached_tokens.prefill_devic
 PDMESH_CACHED_TOKENS_DECODE_DEVICE: Final = "pdmesh.cached_tokens.decode_device"
 PDMESH_CACHED_TOKENS_HOST: Final = "pdmesh.cached_tokens.host"
 PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
+PDMESH_RETRACTIONS: Final = "pdmesh.retractions"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
 PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
 PDMESH_TRANSFER_BLOCKS: Final = "pdmesh.transfer.blocks"
