@@ -24,6 +24,9 @@ from scheduler_core._core import (
     HandedOverEvent,
     Handover,
     Plan,
+    PrefixCleared,
+    PrefixRemoved,
+    PrefixStored,
     QuiescedEvent,
     ReadyEvent,
     RemotePrefill,
@@ -51,6 +54,8 @@ Event: TypeAlias = (
     | ReserveEvent
 )
 
+PrefixEvent: TypeAlias = PrefixStored | PrefixRemoved | PrefixCleared
+
 __all__ = [
     "AbortEvent",
     "Admission",
@@ -68,6 +73,10 @@ __all__ = [
     "HandedOverEvent",
     "Handover",
     "Plan",
+    "PrefixCleared",
+    "PrefixEvent",
+    "PrefixRemoved",
+    "PrefixStored",
     "QuiescedEvent",
     "ReadyEvent",
     "RemotePrefill",

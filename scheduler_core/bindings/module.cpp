@@ -12,5 +12,6 @@ NB_MODULE(_core, module) {
   pdmesh::bindings::BindConfig(module);
   pdmesh::bindings::BindEvents(module);
   pdmesh::bindings::BindPlan(module);
+  pdmesh::bindings::BindPrefixEvents(module);
   pdmesh::bindings::BindScheduler(module);
 }

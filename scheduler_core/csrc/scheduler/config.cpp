@@ -119,6 +119,9 @@ void SchedulerConfig::Validate() const {
     Refuse("eviction_policy " + std::string(NameOf(eviction_policy)) +
            " needs enable_prefix_cache: without it nothing is ever evicted");
   }
+  if (enable_prefix_events && !enable_prefix_cache) {
+    Refuse("enable_prefix_events needs enable_prefix_cache: without it there is nothing to announce");
+  }
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }

@@ -38,6 +38,7 @@ struct SchedulerConfig {
   std::int32_t verify_width = 1;          // tokens a decode row feeds
   std::int32_t overlap_depth = 0;         // results of a request that may be out when its next row is planned
   EvictionPolicy eviction_policy = EvictionPolicy::kLru;  // needs the prefix cache unless it is LRU
+  bool enable_prefix_events = false;                      // announce what is cached; needs the prefix cache
 
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.

@@ -377,6 +377,7 @@ bool Scheduler::PlanChunk(Round& round, Request& request) {
       capacity_model_.NextExtents(SpanOf(request, begin, begin + chunk, /*is_local=*/true)));
   Ensure(admission.has_value(), "a resident chunk had to wait for memory that its admission reserved");
   holdings.num_published_grains = progress.end_grain;
+  DescribePublished(request);
   round.AddZeroBlocks(admission->fresh_ids);
   NoteComputed(request, holdings, begin + chunk, /*is_local=*/true);
   round.AddPrefillRow(request, begin, chunk);
@@ -515,6 +516,13 @@ void Scheduler::PublishPending(Request& request, Holdings& holdings) {
   if (progress.first_grain < progress.end_grain) {
     coordinator_.Publish(holdings.tables, holdings.epoch, progress);
     holdings.num_published_grains = progress.end_grain;
+    DescribePublished(request);
+  }
+}
+
+void Scheduler::DescribePublished(Request& request) {
+  if (prefix_events_) {
+    prefix_events_->Describe(request.tokens, request.event_hashes);
   }
 }
 
