@@ -100,6 +100,9 @@ class SchedulerConfig:
         Raises ConfigError naming the field, its value and the limit, and the group if there is one.
         """
 
+    def validate_sizing(self) -> None:
+        """The part of validate() that needs no count of blocks."""
+
     @property
     def role(self) -> Role: ...
 
@@ -135,6 +138,36 @@ class SchedulerConfig:
 
     @property
     def enable_prefix_events(self) -> bool: ...
+
+class CapacityModel:
+    """
+    How much storage requests need, from the configuration alone: what a pool is sized by before it exists, and what the scheduler then accepts and reserves. num_lcm_blocks may be 0 for sizing. IndexError: no such group; ValueError: a negative number.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """
+        Raises ConfigError for what validate() refuses, counts of blocks apart.
+        """
+
+    def blocks(self, group: int, num_tokens: int) -> int:
+        """
+        Blocks of a group that one request of num_tokens holds at most at one time.
+        """
+
+    def lcm_blocks(self, num_tokens: int) -> int:
+        """Parents that such a request occupies at most when it is alone."""
+
+    def concurrent_blocks(self, *, group: int, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """
+        Blocks of a group that num_requests of up to context_tokens each hold at most, num_tokens in all.
+        """
+
+    def lcm_blocks_for_concurrency(self, *, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """Parents that all groups together need for that."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Largest request that fits the configured number of parents alone."""
 
 class ResultEvent:
     """

@@ -89,6 +89,8 @@ void BindSchedulerConfig(nb::module_& module) {
           "enable_prefix_events"_a = false)
       .def("validate", &SchedulerConfig::Validate,
            "Raises ConfigError naming the field, its value and the limit, and the group if there is one.")
+      .def("validate_sizing", &SchedulerConfig::ValidateSizing,
+           "The part of validate() that needs no count of blocks.")
       .def_ro("role", &SchedulerConfig::role)
       .def_ro("prefix_granularity", &SchedulerConfig::prefix_granularity)
       .def_ro("num_lcm_blocks", &SchedulerConfig::num_lcm_blocks)

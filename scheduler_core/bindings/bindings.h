@@ -44,6 +44,7 @@ EventView EventViewOf(nb::handle event);
 // The event as an object of its own class.
 nb::object ObjectOf(PrefixEvent&& event);
 
+void BindCapacityModel(nb::module_& module);
 void BindConfig(nb::module_& module);
 void BindEvents(nb::module_& module);
 void BindPlan(nb::module_& module);

@@ -10,6 +10,7 @@ NB_MODULE(_core, module) {
   nb::exception<pdmesh::SubmitError>(module, "SubmitError", PyExc_ValueError);
   nb::exception<pdmesh::ContractError>(module, "ContractError", PyExc_RuntimeError);
   pdmesh::bindings::BindConfig(module);
+  pdmesh::bindings::BindCapacityModel(module);
   pdmesh::bindings::BindEvents(module);
   pdmesh::bindings::BindPlan(module);
   pdmesh::bindings::BindPrefixEvents(module);

@@ -43,6 +43,9 @@ struct SchedulerConfig {
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.
   void Validate() const;
+  // The same for everything but the counts of blocks: what must hold before a pool can be sized. Validate
+  // includes it.
+  void ValidateSizing() const;
 
   // Tokens before a hit that are fed again: the largest window of a replayable group, 0 without one.
   std::int32_t replay_window_tokens() const;
