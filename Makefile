@@ -27,7 +27,7 @@ test-cpp:
 	@mkdir -p build
 	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
 	  || { cat build/cpp-tests.log; exit 1; }
-	@cmake --build build/cpp-tests --target scheduler_core_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
+	@cmake --build build/cpp-tests --target cpp_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
 	@ctest --test-dir build/cpp-tests --output-on-failure --no-tests=error --progress
 
 test-python:
