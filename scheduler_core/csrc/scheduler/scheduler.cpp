@@ -43,7 +43,9 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(Validated(config)),
       capacity_model_(config_),
       row_layout_(LayoutOf(config_)),
-      replay_window_tokens_(config_.replay_window_tokens()),
+      chunk_rules_{.prefix_granularity = config_.prefix_granularity,
+                   .has_state = row_layout_.has_state,
+                   .replay_window_tokens = config_.replay_window_tokens()},
       coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
                    config_.eviction_policy),
       slots_(NumSlots(config_)) {

@@ -21,6 +21,7 @@
 #include "fsm/events.h"
 #include "fsm/slot_pool.h"
 #include "scheduler/capacity_model.h"
+#include "scheduler/chunking.h"
 #include "scheduler/config.h"
 #include "scheduler/plan.h"
 #include "scheduler/prefix_events.h"
@@ -145,7 +146,7 @@ class Scheduler {
   const SchedulerConfig config_;
   CapacityModel capacity_model_;
   RowLayout row_layout_;
-  std::int32_t replay_window_tokens_;
+  ChunkRules chunk_rules_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
   std::optional<PrefixEvents> prefix_events_;                           // hears what the requests' ends evict
   SlotPool slots_;                                                      // outlives the requests' leases
