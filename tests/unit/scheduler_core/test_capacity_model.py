@@ -64,6 +64,69 @@ def test_blocks_are_folded_into_parents_group_by_group() -> None:
     assert model.lcm_blocks_for_concurrency(**demand) == 5 + 23
 
 
+@pytest.mark.behaviour("K6", "K8")
+def test_the_worked_demand_of_a_batch() -> None:
+    groups = [
+        full_group(block_granularity=32, cache_blocks_per_lcm_block=8),
+        state_group(block_granularity=32),
+        sliding_group(window_tokens=100, block_granularity=32, cache_blocks_per_lcm_block=4),
+    ]
+    config = scheduler_config(
+        prefix_granularity=32, token_budget=1024, cache_groups=groups, verify_width=2, overlap_depth=1
+    )
+    model = sc.CapacityModel(config)
+    demand = {"num_requests": 8, "num_tokens": 20000, "context_tokens": 3000}
+    assert [model.concurrent_blocks(group=group, **demand) for group in range(3)] == [625 + 16, 8 * 4, 40 + 4 + 32]
+    assert model.lcm_blocks_for_concurrency(**demand) == 81 + 32 + 19 == 132
+
+
+@pytest.mark.behaviour("K7")
+@pytest.mark.parametrize(
+    ("role", "num_requests", "num_blocks"),
+    [
+        (sc.Role.DECODE, 0, 0),
+        (sc.Role.DECODE, 1, 33 + 16),
+        (sc.Role.DECODE, 3, 3 * 17 + 48),
+        (sc.Role.FUSED, 1, 17 + 48),
+        (sc.Role.FUSED, 3, 3 * 17 + 48),
+    ],
+)
+def test_few_windows_of_a_decode_node_need_their_landings_and_one_recovery(
+    role: sc.Role, num_requests: int, num_blocks: int
+) -> None:
+    group = sliding_group(window_tokens=513, block_granularity=32)
+    model = sc.CapacityModel(scheduler_config(role, prefix_granularity=32, token_budget=1024, cache_groups=[group]))
+    demand = {"num_requests": num_requests, "num_tokens": 4000, "context_tokens": 4000}
+    assert model.concurrent_blocks(group=0, **demand) == num_blocks
+
+
+@pytest.mark.behaviour("K10")
+def test_sizing_for_one_request_is_never_below_its_bound() -> None:
+    mixes = itertools.product(sc.Role, (0, 1), (1, 2, 5), (8, 64, 1024))
+    groups = [
+        full_group(block_granularity=8),
+        state_group(),
+        sliding_group("near", window_tokens=7),
+        sliding_group("far", window_tokens=100, block_granularity=8),
+        sliding_group("last", window_tokens=1, block_granularity=2),
+    ]
+    for role, overlap_depth, verify_width, token_budget in mixes:
+        config = scheduler_config(
+            role,
+            prefix_granularity=8,
+            token_budget=token_budget,
+            cache_groups=groups,
+            verify_width=verify_width,
+            overlap_depth=overlap_depth,
+        )
+        model = sc.CapacityModel(config)
+        for num_tokens in (1, 2, 7, 8, 9, 63, 64, 65, 200, 1023, 5000):
+            demand = {"num_requests": 1, "num_tokens": num_tokens, "context_tokens": num_tokens}
+            for group in range(len(groups)):
+                assert model.concurrent_blocks(group=group, **demand) >= model.blocks(group, num_tokens), config
+            assert model.lcm_blocks_for_concurrency(**demand) >= model.lcm_blocks(num_tokens)
+
+
 @pytest.mark.behaviour("K10")
 def test_a_pool_sized_for_one_request_serves_it() -> None:
     """Whatever the bound accepts is computed to its end."""
