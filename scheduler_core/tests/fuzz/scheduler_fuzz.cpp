@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <set>
 #include <string>
@@ -86,8 +87,10 @@ SchedulerConfig ConfigOf(Input& input) {
       .cache_groups = {},
       .enable_prefix_cache = !input.OneIn(8),
       .max_ready_ungranted = input.OneIn(64) ? 0 : input.Of({64, 1, 2, 3}),
-      .verify_width = input.OneIn(8) ? input.Below(6) : 1,
-      .overlap_depth = input.OneIn(8) ? input.Below(3) : 0,
+      .verify_width = input.OneIn(3) ? input.Below(6) : 1,
+      .overlap_depth = input.OneIn(3)    ? 1
+                       : input.OneIn(32) ? 2
+                                         : 0,
       .eviction_policy = input.Of({EvictionPolicy::kLru, EvictionPolicy::kAgedFrequency}),
       .enable_prefix_events = input.OneIn(2),
   };
@@ -157,10 +160,18 @@ class Conversation {
 
   std::string AnyId() { return input_.OneIn(24) ? "" : std::to_string(input_.Below(kNumIds)); }
 
+  std::optional<std::int32_t> AnyLength() {
+    if (input_.OneIn(5)) {
+      return std::nullopt;
+    }
+    return input_.OneIn(32) ? std::numeric_limits<std::int32_t>::max()
+                            : input_.Below(9) - (input_.OneIn(16) ? 2 : 0);
+  }
+
   RequestSpec AnyRequest() {
     RequestSpec spec{.request_id = AnyId(),
                      .tokens = {},
-                     .max_new_tokens = input_.Below(9) - (input_.OneIn(16) ? 2 : 0),
+                     .max_new_tokens = AnyLength(),
                      .extra_keys = {},
                      .local_prefill = input_.OneIn(4)};
     const std::int32_t num_tokens = input_.OneIn(32) ? 0 : 1 + input_.Below(40);
@@ -190,7 +201,10 @@ class Conversation {
     Require(plan.num_rows <= config_.max_batch_size, "more rows than fit a batch");
     for (std::size_t row = 0; row < plan.request_ids.size(); ++row) {
       owed_.push_back({.request_id = plan.request_ids[row], .tokens = {}});
-      owed_.back().tokens.resize(plan.logits_wanted[row], static_cast<std::int32_t>(row));
+      const bool is_decode = static_cast<std::int32_t>(row) >= plan.num_prefill_rows;
+      const std::int32_t num_tokens =
+          is_decode ? 1 + input_.Below(std::max(1, plan.input_lengths[row])) : plan.logits_wanted[row];
+      owed_.back().tokens.resize(static_cast<std::size_t>(num_tokens), static_cast<std::int32_t>(row));
     }
   }
 
