@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-python check lint format bench-mesh bench-scheduler bench-trace clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-mesh bench-scheduler bench-trace clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,15 +23,30 @@ demo: runtime ## prefill on one node, decode on another, watch it
 
 test: setup test-cpp test-python ## run all tests, those in C++ under ASan and UBSan
 
-test-cpp:
+test-cpp: test-tsan
 	@mkdir -p build
 	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
 	  || { cat build/cpp-tests.log; exit 1; }
-	@cmake --build build/cpp-tests --target scheduler_core_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
+	@cmake --build build/cpp-tests --target cpp_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
 	@ctest --test-dir build/cpp-tests --output-on-failure --no-tests=error --progress
+
+# Where the kernel spreads addresses wider than the thread sanitizer can map, it runs without randomisation.
+test-tsan: # the C++ tests in which memory passes between threads, under the thread sanitizer
+	@mkdir -p build
+	@cmake -S . -B build/tsan -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=thread -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/tsan.log 2>&1 \
+	  || { cat build/tsan.log; exit 1; }
+	@cmake --build build/tsan --target thread_tests -j "$$(nproc)" >>build/tsan.log 2>&1 || { tail -50 build/tsan.log; exit 1; }
+	@$$(setarch -R true 2>/dev/null && echo setarch -R) \
+	  ctest --test-dir build/tsan -L threads --output-on-failure --no-tests=error --progress
 
 test-python:
 	@$(BIN)/python -m pytest
+
+FUZZ_INPUTS ?= 3000000
+nightly: setup ## hours of looking for trouble: fuzzed conversations, long random histories
+	@$(MAKE) --no-print-directory test-cpp
+	@ASAN_OPTIONS=abort_on_error=1 UBSAN_OPTIONS=abort_on_error=1 build/cpp-tests/scheduler_core/scheduler_fuzz $(FUZZ_INPUTS)
+	@PDMESH_HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/unit/scheduler_core
 
 lint:
 	@$(BIN)/ruff check .

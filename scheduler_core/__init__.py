@@ -13,6 +13,7 @@ from scheduler_core._core import (
     Admission,
     CacheGroupConfig,
     Capacity,
+    CapacityModel,
     ConfigError,
     ContractError,
     DoneEvent,
@@ -24,6 +25,9 @@ from scheduler_core._core import (
     HandedOverEvent,
     Handover,
     Plan,
+    PrefixCleared,
+    PrefixRemoved,
+    PrefixStored,
     QuiescedEvent,
     ReadyEvent,
     RemotePrefill,
@@ -51,11 +55,14 @@ Event: TypeAlias = (
     | ReserveEvent
 )
 
+PrefixEvent: TypeAlias = PrefixStored | PrefixRemoved | PrefixCleared
+
 __all__ = [
     "AbortEvent",
     "Admission",
     "CacheGroupConfig",
     "Capacity",
+    "CapacityModel",
     "ConfigError",
     "ContractError",
     "DoneEvent",
@@ -68,6 +75,10 @@ __all__ = [
     "HandedOverEvent",
     "Handover",
     "Plan",
+    "PrefixCleared",
+    "PrefixEvent",
+    "PrefixRemoved",
+    "PrefixStored",
     "QuiescedEvent",
     "ReadyEvent",
     "RemotePrefill",

@@ -93,12 +93,15 @@ class CacheGroupConfig:
 class SchedulerConfig:
     """Everything a scheduler is built from."""
 
-    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU) -> None: ...
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU, enable_prefix_events: bool = False) -> None: ...
 
     def validate(self) -> None:
         """
         Raises ConfigError naming the field, its value and the limit, and the group if there is one.
         """
+
+    def validate_sizing(self) -> None:
+        """The part of validate() that needs no count of blocks."""
 
     @property
     def role(self) -> Role: ...
@@ -132,6 +135,39 @@ class SchedulerConfig:
 
     @property
     def eviction_policy(self) -> EvictionPolicy: ...
+
+    @property
+    def enable_prefix_events(self) -> bool: ...
+
+class CapacityModel:
+    """
+    How much storage requests need, from the configuration alone: what a pool is sized by before it exists, and what the scheduler then accepts and reserves. num_lcm_blocks may be 0 for sizing. IndexError: no such group; ValueError: a negative number.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """
+        Raises ConfigError for what validate() refuses, counts of blocks apart.
+        """
+
+    def blocks(self, group: int, num_tokens: int) -> int:
+        """
+        Blocks of a group that one request of num_tokens holds at most at one time.
+        """
+
+    def lcm_blocks(self, num_tokens: int) -> int:
+        """Parents that such a request occupies at most when it is alone."""
+
+    def concurrent_blocks(self, *, group: int, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """
+        Blocks of a group that num_requests of up to context_tokens each hold at most, num_tokens in all.
+        """
+
+    def lcm_blocks_for_concurrency(self, *, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """Parents that all groups together need for that."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Largest request that fits the configured number of parents alone."""
 
 class ResultEvent:
     """
@@ -373,6 +409,37 @@ class Plan:
     @property
     def is_empty(self) -> bool: ...
 
+class PrefixStored:
+    """
+    A grain of a prompt is in the device cache, for every group that is matched.
+    """
+
+    @property
+    def hash(self) -> int:
+        """
+        64-bit FNV-1a over, little-endian: u8 1 if there is a parent, else 0; u64 parent hash if there is one; u64 number of tokens; i32 per token
+        """
+
+    @property
+    def parent_hash(self) -> int | None:
+        """None for the first grain of a prompt"""
+
+    @property
+    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]:
+        """int32[prefix_granularity], of this grain alone"""
+
+    @property
+    def prefix_granularity(self) -> int: ...
+
+class PrefixRemoved:
+    """A stored grain is not whole in the device cache any more."""
+
+    @property
+    def hash(self) -> int: ...
+
+class PrefixCleared:
+    """The cache was cleared; all that was stored before is gone."""
+
 class RequestSpec:
     """What a caller submits."""
 
@@ -467,6 +534,11 @@ class Scheduler:
     def clear_cache(self) -> bool:
         """
         Empties the prefix cache. False, with nothing changed, while a request lives.
+        """
+
+    def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:
+        """
+        How the set of cached prefixes changed since the last call: apply in order. Empty unless enable_prefix_events.
         """
 
     def describe(self) -> str:

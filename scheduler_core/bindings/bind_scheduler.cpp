@@ -148,6 +148,18 @@ void BindScheduler(nb::module_& module) {
       .def("can_clear", &Scheduler::CanClear)
       .def("clear_cache", &Scheduler::ClearCache,
            "Empties the prefix cache. False, with nothing changed, while a request lives.")
+      .def(
+          "drain_prefix_events",
+          [](Scheduler& scheduler) {
+            nb::list events;
+            for (PrefixEvent& event : scheduler.DrainPrefixEvents()) {
+              events.append(ObjectOf(std::move(event)));
+            }
+            return events;
+          },
+          nb::sig("def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]"),
+          "How the set of cached prefixes changed since the last call: apply in order. Empty unless "
+          "enable_prefix_events.")
       .def("describe", &Scheduler::Describe, "A stable, line-oriented dump for people and transcripts.");
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsm/events.h"
+#include "scheduler/prefix_events.h"
 
 namespace pdmesh::bindings {
 
@@ -40,9 +41,14 @@ inline nb::list ViewsOf(const std::vector<std::vector<std::int32_t>>& groups, nb
 // Throws nanobind's TypeError when the object is no event.
 EventView EventViewOf(nb::handle event);
 
+// The event as an object of its own class.
+nb::object ObjectOf(PrefixEvent&& event);
+
+void BindCapacityModel(nb::module_& module);
 void BindConfig(nb::module_& module);
 void BindEvents(nb::module_& module);
 void BindPlan(nb::module_& module);
+void BindPrefixEvents(nb::module_& module);
 void BindScheduler(nb::module_& module);
 
 }  // namespace pdmesh::bindings

@@ -73,7 +73,7 @@ TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
   EXPECT_GT(CapacityModel(config).max_request_tokens(), 1 << 30);
 }
 
-// behaviour: K8
+// behaviour: K6, K8
 TEST(CapacityModel, ConcurrentDemandsOfAllKinds) {
   SchedulerConfig config = Config(Role::kFused, 32, 1024, {Full(32), State(32), Sliding(32, 100)});
   const CapacityModel plain(config);

@@ -52,6 +52,7 @@ class Player:
             "plan": self._plan,
             "land": self._land,
             "event": self._event,
+            "events": self._events,
             "describe": lambda _: self._core().describe().rstrip("\n"),
             "clear": lambda _: f"cleared={self._core().clear_cache()}",
         }
@@ -74,7 +75,7 @@ class Player:
             role=role,
             eviction_policy=policy,
             cache_groups=[_group_of(*group) for group in groups],
-            **{name: int(value) for name, value in fields.items()},
+            **{name: _value_of(name, value) for name, value in fields.items()},
         )
         self.scheduler = sc.Scheduler(config)
         return f"max_request_tokens={self.scheduler.max_request_tokens}"
@@ -118,6 +119,10 @@ class Player:
         self.sizes[request_id] += num_tokens
         return sc.ResultEvent(request_id, [1000 + size + number for number in range(num_tokens)])
 
+    def _events(self, _: list[str]) -> str:
+        """What the prefix cache announces."""
+        return "\n".join(map(_line_of_prefix, self._core().drain_prefix_events())) or "(none)"
+
     def _event(self, words: list[str]) -> str:
         name, request_id, *tokens = words
         if name == "done":
@@ -131,6 +136,10 @@ class Player:
         else:
             self._core().advance([PLAIN_EVENTS[name](request_id)])
         return ""
+
+
+def _value_of(name: str, value: str) -> int:
+    return value == "1" if name.startswith("enable_") else int(value)
 
 
 def _group_of(name: str, block_granularity: str, packing: str, kind: str = "full") -> sc.CacheGroupConfig:
@@ -187,6 +196,17 @@ def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
         yield from _states_of(plan, row, group_ids)
 
 
+def _line_of_prefix(event: sc.PrefixEvent) -> str:
+    match event:
+        case sc.PrefixStored():
+            parent = "the start" if event.parent_hash is None else f"{event.parent_hash:016x}"
+            return f"stored {event.hash:016x} behind {parent}: {' '.join(map(str, event.tokens.tolist()))}"
+        case sc.PrefixRemoved():
+            return f"removed {event.hash:016x}"
+        case sc.PrefixCleared():
+            return "cleared"
+
+
 def _states_of(plan: sc.Plan, row: int, group_ids: list[str]) -> Iterator[str]:
     """The table slots that a row reads its state from and writes it to."""
     parts = [
@@ -227,5 +247,5 @@ def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
 
 def test_there_are_transcripts_to_play() -> None:
     roles = {"fused", "prefill_role", "decode_role"}
-    topics = {"packing_and_eviction", "sliding_groups", "state_groups", "verify_and_overlap"}
+    topics = {"packing_and_eviction", "sliding_groups", "state_groups", "verify_and_overlap", "prefix_events"}
     assert {path.stem for path in TRANSCRIPTS} >= roles | topics

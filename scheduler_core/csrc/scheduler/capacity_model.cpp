@@ -26,6 +26,11 @@ CapacityModel::CapacityModel(const SchedulerConfig& config)
   max_request_tokens_ = LargestFittingRequest();
 }
 
+CapacityModel CapacityModel::ForSizing(const SchedulerConfig& config) {
+  config.ValidateSizing();
+  return CapacityModel(config);
+}
+
 std::int64_t CapacityModel::LcmBlocksFor(std::int64_t num_tokens) const {
   std::int64_t num_lcm_blocks = 0;
   for (std::size_t group = 0; group < geometries_.size(); ++group) {
@@ -68,6 +73,16 @@ std::int64_t CapacityModel::ConcurrentBlocksFor(std::size_t group, std::int64_t 
   const std::int64_t excess =
       num_requests > 0 ? std::max<std::int64_t>(0, BlocksFor(group, context_tokens) - landing) : 0;
   return std::min(local, num_requests * landing + excess);
+}
+
+std::int64_t CapacityModel::LcmBlocksForConcurrency(std::int64_t num_requests, std::int64_t num_tokens,
+                                                    std::int64_t context_tokens) const {
+  std::int64_t num_lcm_blocks = 0;
+  for (std::size_t group = 0; group < geometries_.size(); ++group) {
+    num_lcm_blocks +=
+        CeilDiv(ConcurrentBlocksFor(group, num_requests, num_tokens, context_tokens), packing_[group]);
+  }
+  return num_lcm_blocks;
 }
 
 std::int64_t CapacityModel::TokensToReserve(std::int64_t num_prompt_tokens,

@@ -29,8 +29,13 @@ struct PromptSpan {
 
 class CapacityModel {
  public:
-  // REQUIRES: config.Validate() passes.
+  // REQUIRES: config.ValidateSizing() passes.
   explicit CapacityModel(const SchedulerConfig& config);
+  // To size a pool that does not exist yet; `config` need not say how many parents there are. Throws
+  // ConfigError.
+  static CapacityModel ForSizing(const SchedulerConfig& config);
+
+  std::int32_t num_groups() const { return static_cast<std::int32_t>(geometries_.size()); }
 
   // Parents that a lone request of `num_tokens` occupies at most.
   std::int64_t LcmBlocksFor(std::int64_t num_tokens) const;
@@ -39,6 +44,9 @@ class CapacityModel {
   // Blocks of one group that `num_requests` of up to `context_tokens` hold at most, `num_tokens` in all.
   std::int64_t ConcurrentBlocksFor(std::size_t group, std::int64_t num_requests, std::int64_t num_tokens,
                                    std::int64_t context_tokens) const;
+  // Parents that all groups together need for that.
+  std::int64_t LcmBlocksForConcurrency(std::int64_t num_requests, std::int64_t num_tokens,
+                                       std::int64_t context_tokens) const;
   // Largest request (prompt and completion) that fits the pool when nothing else is in it.
   std::int32_t max_request_tokens() const { return max_request_tokens_; }
   // Where the room of a request ends at most: the largest request, and what is planned ahead for it.

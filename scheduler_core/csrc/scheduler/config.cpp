@@ -59,11 +59,15 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
            std::to_string(config.prefix_granularity) + " beside the state group " + name +
            ", whose chunks end on grain boundaries");
   }
+}
+
+void ValidateBlockIds(const SchedulerConfig& config, const CacheGroupConfig& group) {
   const std::int64_t num_slots =
       (std::int64_t{config.num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
   if (num_slots > std::numeric_limits<std::int32_t>::max()) {
-    Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
-           " with num_lcm_blocks " + std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
+    Refuse("cache_groups[\"" + group.group_id + "\"].cache_blocks_per_lcm_block " +
+           std::to_string(group.cache_blocks_per_lcm_block) + " with num_lcm_blocks " +
+           std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
   }
 }
 
@@ -97,9 +101,8 @@ AttentionKind KindOf(const CacheGroupConfig& group) {
 
 }  // namespace
 
-void SchedulerConfig::Validate() const {
+void SchedulerConfig::ValidateSizing() const {
   RequireAtLeast("prefix_granularity", prefix_granularity, 1);
-  RequireAtLeast("num_lcm_blocks", num_lcm_blocks, 1);
   RequireAtLeast("max_batch_size", max_batch_size, 1);
   RequireAtLeast("token_budget", token_budget, 1);
   RequireAtLeast("max_ready_ungranted", max_ready_ungranted, 1);
@@ -119,6 +122,9 @@ void SchedulerConfig::Validate() const {
     Refuse("eviction_policy " + std::string(NameOf(eviction_policy)) +
            " needs enable_prefix_cache: without it nothing is ever evicted");
   }
+  if (enable_prefix_events && !enable_prefix_cache) {
+    Refuse("enable_prefix_events needs enable_prefix_cache: without it there is nothing to announce");
+  }
   if (cache_groups.empty()) {
     Refuse("cache_groups must name at least one group");
   }
@@ -129,6 +135,14 @@ void SchedulerConfig::Validate() const {
     if (!group_ids.insert(group.group_id).second) {
       Refuse("cache_groups: group_id \"" + group.group_id + "\" is given twice");
     }
+  }
+}
+
+void SchedulerConfig::Validate() const {
+  ValidateSizing();
+  RequireAtLeast("num_lcm_blocks", num_lcm_blocks, 1);
+  for (const CacheGroupConfig& group : cache_groups) {
+    ValidateBlockIds(*this, group);
   }
 }
 

@@ -38,10 +38,14 @@ struct SchedulerConfig {
   std::int32_t verify_width = 1;          // tokens a decode row feeds
   std::int32_t overlap_depth = 0;         // results of a request that may be out when its next row is planned
   EvictionPolicy eviction_policy = EvictionPolicy::kLru;  // needs the prefix cache unless it is LRU
+  bool enable_prefix_events = false;                      // announce what is cached; needs the prefix cache
 
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.
   void Validate() const;
+  // The same for everything but the counts of blocks: what must hold before a pool can be sized. Validate
+  // includes it.
+  void ValidateSizing() const;
 
   // Tokens before a hit that are fed again: the largest window of a replayable group, 0 without one.
   std::int32_t replay_window_tokens() const;

@@ -45,6 +45,7 @@ struct Request {
 
   std::vector<std::int32_t> tokens;  // prompt, then completion
   GrainChain chain;
+  std::vector<std::uint64_t> event_hashes;  // of its first grains, as far as they were announced
   RequestState state;
   bool is_granted = false;         // prefill role: the peer has said where the blocks go
   std::int32_t num_overtakes = 0;  // younger requests admitted while this one was blocked

@@ -43,10 +43,16 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(Validated(config)),
       capacity_model_(config_),
       row_layout_(LayoutOf(config_)),
-      replay_window_tokens_(config_.replay_window_tokens()),
+      chunk_rules_{.prefix_granularity = config_.prefix_granularity,
+                   .has_state = row_layout_.has_state,
+                   .replay_window_tokens = config_.replay_window_tokens()},
       coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
                    config_.eviction_policy),
-      slots_(NumSlots(config_)) {}
+      slots_(NumSlots(config_)) {
+  if (config_.enable_prefix_events) {
+    prefix_events_.emplace(coordinator_, config_.prefix_granularity);
+  }
+}
 
 void Scheduler::CheckSpec(const RequestSpec& spec) const {
   if (spec.request_id.empty()) {
@@ -197,7 +203,14 @@ bool Scheduler::ClearCache() {
     return false;
   }
   coordinator_.Clear();
+  if (prefix_events_) {
+    prefix_events_->OnCleared();
+  }
   return true;
+}
+
+std::vector<PrefixEvent> Scheduler::DrainPrefixEvents() {
+  return prefix_events_ ? prefix_events_->Drain() : std::vector<PrefixEvent>();
 }
 
 void Scheduler::SetState(Request& request, RequestState state) {

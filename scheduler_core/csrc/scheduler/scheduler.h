@@ -21,8 +21,10 @@
 #include "fsm/events.h"
 #include "fsm/slot_pool.h"
 #include "scheduler/capacity_model.h"
+#include "scheduler/chunking.h"
 #include "scheduler/config.h"
 #include "scheduler/plan.h"
+#include "scheduler/prefix_events.h"
 #include "scheduler/request.h"
 #include "scheduler/round.h"
 
@@ -66,6 +68,10 @@ class Scheduler {
   bool CanClear() const;
   // Empties the prefix cache. False, with nothing changed, while a request lives.
   bool ClearCache();
+
+  // How the set of cached prefixes changed since the last drain, in the order in which to apply it. Always
+  // empty unless the configuration enables prefix events.
+  std::vector<PrefixEvent> DrainPrefixEvents();
 
   // A stable, line-oriented dump for people and transcripts.
   std::string Describe() const;
@@ -127,6 +133,8 @@ class Scheduler {
   bool IsStillBlocked(const Request& request, bool is_local) const;
   void PublishPending(Request& request, Holdings& holdings);
   RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
+  // REQUIRED after each transaction that may have published blocks of the request.
+  void DescribePublished(Request& request);
 
   void SetState(Request& request, RequestState state);
   RequestQueue& QueueOf(Phase phase);
@@ -138,8 +146,9 @@ class Scheduler {
   const SchedulerConfig config_;
   CapacityModel capacity_model_;
   RowLayout row_layout_;
-  std::int32_t replay_window_tokens_;
+  ChunkRules chunk_rules_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
+  std::optional<PrefixEvents> prefix_events_;                           // hears what the requests' ends evict
   SlotPool slots_;                                                      // outlives the requests' leases
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked
   std::array<RequestQueue, std::variant_size_v<RequestState>> queues_;  // by phase, older requests first

@@ -82,12 +82,12 @@ void Scheduler::PlanFused(Round& round) {
 // The budget that decodes leave to a prompt: a grain beside a state group, whose chunks end on grain
 // boundaries; beside a replayable one a window that is fed again, and a chunk behind it that may be the last.
 std::int32_t Scheduler::SparedTokens() const {
-  if ((!row_layout_.has_state && replay_window_tokens_ == 0) || !HasPrefillToRun()) {
+  if ((!row_layout_.has_state && chunk_rules_.replay_window_tokens == 0) || !HasPrefillToRun()) {
     return 0;
   }
-  return row_layout_.has_state
-             ? config_.prefix_granularity
-             : replay_window_tokens_ + std::max(replay_window_tokens_, config_.prefix_granularity);
+  return row_layout_.has_state ? config_.prefix_granularity
+                               : chunk_rules_.replay_window_tokens +
+                                     std::max(chunk_rules_.replay_window_tokens, config_.prefix_granularity);
 }
 
 bool Scheduler::HasPrefillToRun() const {
@@ -296,31 +296,18 @@ void Scheduler::GrantRemote(Round& round, Request& request, const Holdings& hold
   round.plan().remote_prefills.push_back(std::move(grant));
 }
 
-// New tokens of the next chunk, 0 if the round has too little budget left for one. Snapshots are taken on
-// grain boundaries, so beside a state group, and up to a boundary that others share, a chunk that does not
-// complete its prompt ends on one. A last chunk computes a replayable window whole, so that what follows sees
-// all of it.
+// New tokens of the next chunk, 0 if the round has too little budget left for one.
 std::int32_t Scheduler::ChunkTokens(const Request& request, std::int32_t begin,
                                     std::int32_t num_budget_tokens, std::int32_t promotion_tokens) const {
-  const std::int32_t last_window_begin = request.num_prompt_tokens - replay_window_tokens_;
-  const bool is_promotion_ahead = promotion_tokens > begin && promotion_tokens <= last_window_begin;
-  std::int32_t end = begin + std::min(request.num_prompt_tokens - begin, num_budget_tokens);
-  if (is_promotion_ahead) {
-    end = std::min(end, promotion_tokens);
-  }
-  if (end < request.num_prompt_tokens) {
-    end = std::min(end, last_window_begin);
-    const std::int32_t aligned_end = end / config_.prefix_granularity * config_.prefix_granularity;
-    if (row_layout_.has_state || (is_promotion_ahead && aligned_end > begin)) {
-      end = aligned_end;
-    }
-  }
-  return std::max(0, end - begin);
+  return pdmesh::ChunkTokens(chunk_rules_,
+                             {.begin_tokens = begin,
+                              .num_left_tokens = request.num_prompt_tokens - begin,
+                              .promotion_tokens = promotion_tokens},
+                             num_budget_tokens);
 }
 
-// Before a hit the window is fed again, in the first chunk.
 std::int32_t Scheduler::ReplayTokens(std::int32_t hit_tokens) const {
-  return std::min(replay_window_tokens_, hit_tokens);
+  return pdmesh::ReplayTokens(chunk_rules_, hit_tokens);
 }
 
 PromptSpan Scheduler::SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
@@ -377,6 +364,7 @@ bool Scheduler::PlanChunk(Round& round, Request& request) {
       capacity_model_.NextExtents(SpanOf(request, begin, begin + chunk, /*is_local=*/true)));
   Ensure(admission.has_value(), "a resident chunk had to wait for memory that its admission reserved");
   holdings.num_published_grains = progress.end_grain;
+  DescribePublished(request);
   round.AddZeroBlocks(admission->fresh_ids);
   NoteComputed(request, holdings, begin + chunk, /*is_local=*/true);
   round.AddPrefillRow(request, begin, chunk);
@@ -515,6 +503,13 @@ void Scheduler::PublishPending(Request& request, Holdings& holdings) {
   if (progress.first_grain < progress.end_grain) {
     coordinator_.Publish(holdings.tables, holdings.epoch, progress);
     holdings.num_published_grains = progress.end_grain;
+    DescribePublished(request);
+  }
+}
+
+void Scheduler::DescribePublished(Request& request) {
+  if (prefix_events_) {
+    prefix_events_->Describe(request.tokens, request.event_hashes);
   }
 }
 

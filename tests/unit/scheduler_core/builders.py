@@ -69,6 +69,7 @@ def scheduler_config(
     verify_width: int = 1,
     overlap_depth: int = 0,
     eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
+    enable_prefix_events: bool = False,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
         role=role,
@@ -82,6 +83,7 @@ def scheduler_config(
         verify_width=verify_width,
         overlap_depth=overlap_depth,
         eviction_policy=eviction_policy,
+        enable_prefix_events=enable_prefix_events,
     )
 
 

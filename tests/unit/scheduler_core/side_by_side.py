@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from reference_model import (
     BrokenContract,
@@ -22,6 +23,7 @@ from reference_model.values import Admission, Handover, RemotePrefill
 import scheduler_core as sc
 
 from .builders import full_group, scheduler_config
+from .prefix_router import Router, hashes_of
 
 ROLES = {Role.PREFILL: sc.Role.PREFILL, Role.DECODE: sc.Role.DECODE, Role.FUSED: sc.Role.FUSED}
 PLAIN_EVENTS: dict[EventKind, Callable[[str], sc.Event]] = {
@@ -45,6 +47,8 @@ class SideBySide:
     make_model: Callable[[SchedulerShape], ReferenceScheduler] = ReferenceScheduler
     native: sc.Scheduler = field(init=False)
     model: ReferenceScheduler = field(init=False)
+    router: Router = field(default_factory=Router)
+    num_comparisons: int = 0
 
     def __post_init__(self) -> None:
         self.native = sc.Scheduler(native_config(self.shape))
@@ -99,6 +103,37 @@ class SideBySide:
             tables = [table.tolist() for table in self.native.block_tables(request.request_id)]
             expected = self.model.block_tables(request.request_id)
             require_equal(f"tables of {request.request_id}", tables, expected)
+        self.num_comparisons += 1
+        if self.num_comparisons % 3 == 0:  # so that changes between two drains have to cancel
+            self.compare_announced_prefixes()
+
+    def compare_announced_prefixes(self) -> None:
+        self.router.drain(self.native)
+        require_equal("announced prefixes", set(self.router.stored), resident_hashes(self.model))
+
+
+def resident_hashes(model: ReferenceScheduler) -> set[int]:
+    """Of the grains of which every group has all blocks that a hit at their end reads."""
+    prefix_granularity = model.books.coordinator.prefix_granularity
+    groups = model.books.coordinator.groups
+    found = {(group.position, entry.prefix, entry.offset) for group in groups for entry in group.entries}
+    resident = set()
+    for prefix in {prefix for _, prefix, _ in found}:
+        end_grain = len(prefix.tokens) // prefix_granularity
+        needed = [
+            (group.position, prefix, slot % group.slots_per_grain)
+            for group in groups
+            for slot in group.policy.slots_behind(end_grain * group.slots_per_grain)
+            if slot >= (end_grain - 1) * group.slots_per_grain
+        ]
+        if found.issuperset(needed):
+            resident.add(last_hash_of(prefix.tokens, prefix_granularity))
+    return resident
+
+
+@lru_cache(maxsize=4096)
+def last_hash_of(tokens: tuple[int, ...], prefix_granularity: int) -> int:
+    return hashes_of(tokens, prefix_granularity)[-1]
 
 
 def native_config(shape: SchedulerShape) -> sc.SchedulerConfig:
@@ -119,6 +154,7 @@ def native_config(shape: SchedulerShape) -> sc.SchedulerConfig:
         cache_groups=groups,
         enable_prefix_cache=shape.enable_prefix_cache,
         max_ready_ungranted=shape.max_ready_ungranted,
+        enable_prefix_events=shape.enable_prefix_cache,
     )
 
 

@@ -53,6 +53,10 @@ def test_a_sound_configuration_passes() -> None:
             {"eviction_policy": sc.EvictionPolicy.AGED_FREQUENCY, "enable_prefix_cache": False},
             ["eviction_policy aged_frequency", "enable_prefix_cache"],
         ),
+        (
+            {"enable_prefix_events": True, "enable_prefix_cache": False},
+            ["enable_prefix_events", "enable_prefix_cache"],
+        ),
         ({"cache_groups": []}, ["cache_groups"]),
         ({"cache_groups": [_group(), _group()]}, ['"full"', "twice"]),
         ({"cache_groups": [_group(group_id="")]}, ["group_id"]),

@@ -2,7 +2,8 @@
 
 The checks know nothing of how the core works; they read tables, plans and gauges. Every parent is empty, active, cached
 or quarantined; no two requests own a block unless it is a shared prefix; an admission secures everything a request can
-need or nothing; the same history gives the same plans; at rest every block is back.
+need or nothing; what is hit was announced as a prefix; the same history gives the same plans; at rest every block is
+back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import scheduler_core as sc
 
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
+from .prefix_router import Router, hashes_of
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -62,6 +64,9 @@ class Driver:
     lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
     owed: dict[str, list[Owed]] = field(default_factory=dict)  # oldest first
+    remote_prompts: set[str] = field(default_factory=set)
+    hashes: dict[str, list[int]] = field(default_factory=dict)  # of the prompt's grains, as they are announced
+    router: Router = field(default_factory=Router)
     transferring: set[str] = field(default_factory=set)  # a peer reads or writes blocks of these
     landed: set[str] = field(default_factory=set)  # these may finish
     quarantined: set[str] = field(default_factory=set)
@@ -83,6 +88,7 @@ class Driver:
             verify_width=self.verify_width,
             overlap_depth=self.overlap_depth,
             eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
+            enable_prefix_events=True,
         )
         self.scheduler = sc.Scheduler(config)
 
@@ -103,11 +109,17 @@ class Driver:
         self.scheduler.submit([spec(request_id, tokens, max_new_tokens=max_new_tokens, local_prefill=local)])
         self.lengths[request_id] = (length, max_new_tokens)
         self.generated[request_id] = 0
+        self.hashes[request_id] = hashes_of(tokens)
         if self.role == sc.Role.DECODE and not local:
             self.scheduler.advance([sc.ReadyEvent(request_id)])
+            self.remote_prompts.add(request_id)
 
     def plan(self) -> None:
+        self.router.drain(self.scheduler)
+        announced = set(self.router.stored)
         plan = self.scheduler.next_plan()
+        self.router.drain(self.scheduler)
+        self.check_hits(plan, announced | set(self.router.stored))
         self.log.append(repr_of(plan))
         self.check_plan(plan)
         for row, request_id in enumerate(plan.request_ids):
@@ -197,6 +209,13 @@ class Driver:
         events += [sc.AbortEvent(request_id) for request_id in sorted(self.quarantined)]
         self.scheduler.advance(events)
         assert self.scheduler.describe() == before
+
+    def check_hits(self, plan: sc.Plan, announced: set[int]) -> None:
+        """A hit ends at a grain that was announced, unless a peer sends the state of that boundary."""
+        has_state = any(group.family == sc.Family.STATE for group in self.groups)
+        for admission in plan.admissions:
+            if admission.device_hit_tokens and not (has_state and admission.request_id in self.remote_prompts):
+                assert self.hashes[admission.request_id][admission.device_hit_tokens // 4 - 1] in announced
 
     def check_plan(self, plan: sc.Plan) -> None:
         assert plan.num_rows <= 3
@@ -296,6 +315,8 @@ class Driver:
         gauges = self.scheduler.capacity()
         assert (gauges.num_live_requests, gauges.active_lcm_blocks, gauges.quarantined_lcm_blocks) == (0, 0, 0)
         assert self.scheduler.clear_cache()
+        self.router.drain(self.scheduler)
+        assert not self.router.stored
         assert self.scheduler.capacity().empty_lcm_blocks == self.num_lcm_blocks
 
 

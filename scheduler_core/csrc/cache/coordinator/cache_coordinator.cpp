@@ -347,6 +347,28 @@ bool CacheCoordinator::HasClosedGrain(std::span<const Digest> digests, std::int3
       });
 }
 
+bool CacheCoordinator::IsResident(const Digest& digest) const {
+  return std::all_of(groups_.begin(), groups_.end(), [&](const std::unique_ptr<CacheGroup>& group) {
+    if (group->spec.is_replayable) {
+      return true;
+    }
+    const std::int32_t slots_per_grain = group->keys.slots_per_grain;
+    for (std::int32_t slot = slots_per_grain - group->num_hit_slots_per_grain(); slot < slots_per_grain;
+         ++slot) {
+      if (group->index.Find(group->keys.KeyOf({&digest, 1}, slot)) == nullptr) {
+        return false;
+      }
+    }
+    return true;
+  });
+}
+
+void CacheCoordinator::SetResidencyObserver(ResidencyObserver* observer) {
+  for (const auto& group : groups_) {
+    group->index.SetResidencyObserver(observer);
+  }
+}
+
 std::uint64_t CacheCoordinator::publication_version() const {
   std::uint64_t version = 0;
   for (const PrefixCacheIndex* index : indexes_) {

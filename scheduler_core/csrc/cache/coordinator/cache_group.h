@@ -42,6 +42,12 @@ struct CacheGroup {
   std::int64_t FirstLandingSlot(std::int64_t hit_tokens, std::int64_t num_prompt_tokens) const {
     return std::max(NumHitSlots(hit_tokens), geometry.ExpiredBlocksAt(num_prompt_tokens));
   }
+  // Of the blocks of one grain those that a hit at its end reads, the last ones.
+  std::int32_t num_hit_slots_per_grain() const {
+    return is_closed() ? keys.slots_per_grain
+                       : static_cast<std::int32_t>(
+                             std::min<std::int64_t>(geometry.num_lookback_blocks(), keys.slots_per_grain));
+  }
   GroupHits Match(std::span<const Digest> digests, std::int64_t num_grains) const {
     return is_closed() ? FullAttentionMatcher::Match(index, keys, digests, num_grains)
                        : SlidingWindowMatcher::Match(index, keys, digests, num_grains,

@@ -70,6 +70,9 @@ std::optional<std::vector<CacheBlockRef>> BlockPool::Acquire(std::int32_t group,
   loads.resize(Index(shard_count(group)));
   std::vector<CacheBlockRef> blocks;
   blocks.reserve(static_cast<std::size_t>(num_blocks));
+  const GroupPlacement& placement = groups_[Index(group)];
+  SecurePlaces(group,
+               CeilDiv(std::max<std::int64_t>(0, num_blocks - placement.num_free_slots), placement.packing));
   for (std::int64_t i = 0; i < num_blocks; ++i) {
     blocks.push_back(Occupy(group, loads));
   }
@@ -116,10 +119,13 @@ CacheBlockRef BlockPool::Occupy(std::int32_t group, std::vector<std::int64_t>& l
                        1 + (lcm_block - 1) * placement.packing + slot);
 }
 
-void BlockPool::EnterPartial(GroupPlacement& placement, std::int32_t lcm_block) {
+void BlockPool::EnterPartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept {
   for (std::size_t bucket = 0; bucket < placement.partial_parents.size(); ++bucket) {
     if (LowestFreeSlot(lcm_block, bucket) < placement.packing) {
-      placement.partial_parents[bucket].emplace(-parents_[Index(lcm_block)].num_occupied, lcm_block);
+      PartialParents::node_type place = std::move(spare_places_.back());
+      spare_places_.pop_back();
+      place.value() = {-parents_[Index(lcm_block)].num_occupied, lcm_block};
+      placement.partial_parents[bucket].insert(std::move(place));
     }
   }
 }
@@ -127,12 +133,29 @@ void BlockPool::EnterPartial(GroupPlacement& placement, std::int32_t lcm_block) 
 void BlockPool::LeavePartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept {
   for (std::size_t bucket = 0; bucket < placement.partial_parents.size(); ++bucket) {
     if (LowestFreeSlot(lcm_block, bucket) < placement.packing) {
-      placement.partial_parents[bucket].erase({-parents_[Index(lcm_block)].num_occupied, lcm_block});
+      spare_places_.push_back(
+          placement.partial_parents[bucket].extract({-parents_[Index(lcm_block)].num_occupied, lcm_block}));
     }
   }
 }
 
+void BlockPool::SecurePlaces(std::int32_t group, std::int64_t num_parents) {
+  const auto num_needed = static_cast<std::size_t>(num_parents) * Index(shard_count(group));
+  while (num_free_places_ < num_needed) {
+    if (spare_places_.capacity() <= num_places_) {
+      spare_places_.reserve(2 * num_places_ + 16);  // room for all, so that no release allocates
+    }
+    PartialParents maker;
+    maker.emplace(0, 0);
+    spare_places_.push_back(maker.extract(maker.begin()));
+    ++num_places_;
+    ++num_free_places_;
+  }
+}
+
 std::int32_t BlockPool::BindEmptyParent(std::int32_t group) {
+  SecurePlaces(group, 1);
+  num_free_places_ -= Index(shard_count(group));
   const std::int32_t lcm_block = PopEmpty();
   parents_[Index(lcm_block)].group = group;
   for (std::size_t bucket = 0; bucket < groups_[Index(group)].partial_parents.size(); ++bucket) {
@@ -157,6 +180,7 @@ void BlockPool::Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept {
   ++num_freed_slots_;
   if (parent.num_occupied == 0) {
     placement.num_free_slots -= placement.packing - 1;
+    num_free_places_ += placement.partial_parents.size();
     parent.group = -1;
     PushEmpty(lcm_block);
     return;
@@ -215,12 +239,12 @@ void BlockPool::Unwatch(const CacheBlockRef& block) {
   watched_[Index(block.child_)] = 0;
 }
 
-void BlockPool::PushEmpty(std::int32_t lcm_block) {
+void BlockPool::PushEmpty(std::int32_t lcm_block) noexcept {
   empty_ring_[(empty_head_ + Index(num_empty_)) % empty_ring_.size()] = lcm_block;
   ++num_empty_;
 }
 
-std::int32_t BlockPool::PopEmpty() {
+std::int32_t BlockPool::PopEmpty() noexcept {
   const std::int32_t lcm_block = empty_ring_[empty_head_];
   empty_head_ = (empty_head_ + 1) % empty_ring_.size();
   --num_empty_;

@@ -3,7 +3,9 @@
 // The pool owns placement and reference counts. It knows which child slots are taken, never by whom, and not
 // what they hold. A parent (LCM block) has no group until its first child binds it and loses the group with
 // its last child. No call walks the parents: free-slot counts, the order of partly filled parents and the
-// FIFO of empty parents change together with every occupancy change.
+// FIFO of empty parents change together with every occupancy change. All memory that an acquire needs is
+// allocated before anything changes, and a release needs none, so a failed allocation leaves the pool as it
+// was.
 //
 // Not thread-safe. Outlives every CacheBlockRef it hands out (destroying it earlier ends the process).
 #pragma once
@@ -104,13 +106,13 @@ class BlockPool {
 
     bool IsWatchedOnly() const { return num_occupied > 0 && num_watched_only == num_occupied; }
   };
+  using PartialParents = std::set<std::pair<std::int32_t, std::int32_t>>;  // (-occupied, id), fullest first
   struct GroupPlacement {
     std::int32_t packing = 0;
     std::int64_t num_free_slots = 0;
     std::int64_t num_taken = 0;
     std::int32_t num_watched_only_lcm_blocks = 0;
-    // By bucket, those with a free slot there: (-occupied, id), fullest first.
-    std::vector<std::set<std::pair<std::int32_t, std::int32_t>>> partial_parents;
+    std::vector<PartialParents> partial_parents;  // by bucket, those with a free slot there
     SharingObserver* observer = nullptr;
   };
 
@@ -139,10 +141,12 @@ class BlockPool {
   std::int32_t& LowestFreeSlot(std::int32_t lcm_block, std::size_t bucket) {
     return lowest_free_slots_[Index(lcm_block) * max_shard_count_ + bucket];
   }
-  void EnterPartial(GroupPlacement& placement, std::int32_t lcm_block);
+  void EnterPartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept;
   void LeavePartial(GroupPlacement& placement, std::int32_t lcm_block) noexcept;
-  void PushEmpty(std::int32_t lcm_block);
-  std::int32_t PopEmpty();
+  // Allocates what binding that many more parents to `group` takes.
+  void SecurePlaces(std::int32_t group, std::int64_t num_parents);
+  void PushEmpty(std::int32_t lcm_block) noexcept;
+  std::int32_t PopEmpty() noexcept;
 
   std::int32_t num_lcm_blocks_;
   std::int32_t max_packing_ = 0;
@@ -154,7 +158,12 @@ class BlockPool {
   std::vector<std::int32_t> references_;         // by child index
   std::vector<std::uint8_t> watched_;            // by child index
   std::vector<std::int32_t> lowest_free_slots_;  // by parent and bucket; the packing or more for none
-  std::vector<std::int32_t> empty_ring_;         // FIFO of empty parents
+  // Nodes of partial_parents that are in none. A bound parent owns one for every bucket of its group, in use
+  // or here; those of nobody are counted as free.
+  std::vector<PartialParents::node_type> spare_places_;
+  std::size_t num_places_ = 0;
+  std::size_t num_free_places_ = 0;
+  std::vector<std::int32_t> empty_ring_;  // FIFO of empty parents
   std::size_t empty_head_ = 0;
   std::int32_t num_empty_ = 0;
 };

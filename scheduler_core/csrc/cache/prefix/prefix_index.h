@@ -17,6 +17,7 @@
 #include "cache/core/cache_block_ref.h"
 #include "cache/prefix/cache_key.h"
 #include "cache/prefix/eviction_policy.h"
+#include "cache/prefix/residency_observer.h"
 
 namespace pdmesh {
 
@@ -93,6 +94,9 @@ class PrefixCacheIndex final : public SharingObserver {
   // nothing new.
   void RestoreNumReleases(std::uint64_t num_releases) { num_releases_ = num_releases; }
 
+  // Tells `observer`, which outlives every change of the index, about entries that come and go. At most one.
+  void SetResidencyObserver(ResidencyObserver* observer) { residency_observer_ = observer; }
+
   // Valid only while the index and its blocks stay as they are.
   const EvictionOrder& eviction_order() const { return eviction_order_; }
 
@@ -125,6 +129,7 @@ class PrefixCacheIndex final : public SharingObserver {
   EvictionOrder eviction_order_;
   std::uint64_t num_releases_ = 0;
   std::uint64_t num_publications_ = 0;
+  ResidencyObserver* residency_observer_ = nullptr;
 };
 
 }  // namespace pdmesh
