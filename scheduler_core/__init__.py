@@ -31,6 +31,7 @@ from scheduler_core._core import (
     ReserveEvent,
     ResultEvent,
     Retention,
+    RetractEvent,
     Role,
     Scheduler,
     SchedulerConfig,
@@ -49,6 +50,7 @@ Event: TypeAlias = (
     | FailedEvent
     | QuiescedEvent
     | ReserveEvent
+    | RetractEvent
 )
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "ReserveEvent",
     "ResultEvent",
     "Retention",
+    "RetractEvent",
     "Role",
     "Scheduler",
     "SchedulerConfig",
