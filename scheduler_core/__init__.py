@@ -35,6 +35,7 @@ from scheduler_core._core import (
     ReserveEvent,
     ResultEvent,
     Retention,
+    RetractEvent,
     Role,
     Scheduler,
     SchedulerConfig,
@@ -53,6 +54,7 @@ Event: TypeAlias = (
     | FailedEvent
     | QuiescedEvent
     | ReserveEvent
+    | RetractEvent
 )
 
 PrefixEvent: TypeAlias = PrefixStored | PrefixRemoved | PrefixCleared
@@ -86,6 +88,7 @@ __all__ = [
     "ReserveEvent",
     "ResultEvent",
     "Retention",
+    "RetractEvent",
     "Role",
     "Scheduler",
     "SchedulerConfig",

@@ -266,6 +266,16 @@ class QuiescedEvent:
     @property
     def request_id(self) -> str: ...
 
+class RetractEvent:
+    """
+    Decode and fused roles: what the request's rows computed is given up; it starts over with the tokens that have landed. No result of a row planned before may be reported after it.
+    """
+
+    def __init__(self, request_id: str) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
 class RemotePrefill:
     """Decode role: a grant to send; a peer fills these blocks."""
 
@@ -294,7 +304,9 @@ class Handover:
     def token(self) -> int: ...
 
 class Admission:
-    """First admission of a request: where its prompt was found."""
+    """
+    An admission of a prompt, that of a retracted request included: where it was found.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -400,11 +412,18 @@ class Plan:
     def admissions(self) -> list[Admission]: ...
 
     @property
-    def retracted(self) -> list[str]: ...
+    def retracted(self) -> list[str]:
+        """gave their blocks back for others; they come back by themselves"""
 
     @property
     def finished(self) -> list[str]:
         """requests that ended since the last plan, however they ended"""
+
+    @property
+    def num_stalled_plans(self) -> int:
+        """
+        plans in a row without anything in them while requests live and nobody owes an answer; told at 1024 and at each doubling, else 0
+        """
 
     @property
     def is_empty(self) -> bool: ...
@@ -509,7 +528,7 @@ class Scheduler:
         Raises SubmitError naming the request and the limit; then none of the batch is accepted.
         """
 
-    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | ReserveEvent]) -> None:
+    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | ReserveEvent | RetractEvent]) -> None:
         """
         Applies events in order; those of requests that are not live change nothing. Raises ContractError when one breaks the agreement; then none of the batch is applied.
         """

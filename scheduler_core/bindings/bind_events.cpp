@@ -38,7 +38,7 @@ EventView ViewAsOneOf(nb::handle event) {
 
 EventView EventViewOf(nb::handle event) {
   return ViewAsOneOf<ResultEvent, FinishEvent, AbortEvent, ReadyEvent, GrantedEvent, DoneEvent,
-                     HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent>(event);
+                     HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent, RetractEvent>(event);
 }
 
 void BindEvents(nb::module_& module) {
@@ -89,6 +89,10 @@ void BindEvents(nb::module_& module) {
   BindPlainEvent<QuiescedEvent>(
       module, "QuiescedEvent",
       "Nothing is being written or read for the request any more, and nothing will be.");
+  BindPlainEvent<RetractEvent>(
+      module, "RetractEvent",
+      "Decode and fused roles: what the request's rows computed is given up; it starts over with the tokens "
+      "that have landed. No result of a row planned before may be reported after it.");
 }
 
 }  // namespace pdmesh::bindings

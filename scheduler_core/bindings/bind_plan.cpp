@@ -48,8 +48,9 @@ void BindParts(nb::module_& module) {
   nb::class_<Handover>(module, "Handover", "Prefill role: a prompt is computed and its first token landed.")
       .def_ro("request_id", &Handover::request_id)
       .def_ro("token", &Handover::token);
-  nb::class_<AdmissionReport>(module, "Admission",
-                              "First admission of a request: where its prompt was found.")
+  nb::class_<AdmissionReport>(
+      module, "Admission",
+      "An admission of a prompt, that of a retracted request included: where it was found.")
       .def_ro("request_id", &AdmissionReport::request_id)
       .def_ro("device_hit_tokens", &AdmissionReport::device_hit_tokens)
       .def_ro("host_hit_tokens", &AdmissionReport::host_hit_tokens)
@@ -120,8 +121,13 @@ void BindPlan(nb::module_& module) {
       .def_prop_ro("remote_prefills", &ElementsOf<&Plan::remote_prefills>)
       .def_prop_ro("handovers", &ElementsOf<&Plan::handovers>)
       .def_prop_ro("admissions", &ElementsOf<&Plan::admissions>)
-      .def_ro("retracted", &Plan::retracted)
+      .def_ro("retracted", &Plan::retracted,
+              "gave their blocks back for others; they come back by themselves")
       .def_ro("finished", &Plan::finished, "requests that ended since the last plan, however they ended")
+      .def_ro(
+          "num_stalled_plans", &Plan::num_stalled_plans,
+          "plans in a row without anything in them while requests live and nobody owes an answer; told at "
+          "1024 and at each doubling, else 0")
       .def_prop_ro("is_empty", &Plan::is_empty);
 }
 

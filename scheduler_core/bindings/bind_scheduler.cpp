@@ -124,7 +124,7 @@ void BindScheduler(nb::module_& module) {
            nb::sig(
                "def advance(self, events: collections.abc.Sequence[ResultEvent | FinishEvent | AbortEvent | "
                "ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | "
-               "ReserveEvent]) -> None"),
+               "ReserveEvent | RetractEvent]) -> None"),
            "Applies events in order; those of requests that are not live change nothing. Raises "
            "ContractError when one "
            "breaks the agreement; then none of the batch is applied.")

@@ -263,5 +263,62 @@ TEST(CacheCoordinator, ClearsOnlyWhenNobodyHoldsACachedBlock) {
   EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 4);
 }
 
+// behaviour: M4
+TEST(CacheCoordinator, ReleasableParentsAreThoseThatNobodyElseKeeps) {
+  const CacheGroupSpec packed{.group_id = "packed", .block_granularity = 4, .cache_blocks_per_lcm_block = 2};
+  CacheCoordinator coordinator(4, 8, {packed});
+  const std::vector<Digest> digests = ChainOf(1, 4);
+  const auto grow = [&](std::vector<BlockTable>& tables, std::int64_t num_tokens) {
+    return *coordinator.AdmitFirst(
+        tables, PrefixProbe{.hits = {{}}},
+        Everywhere(coordinator, {.extent_tokens = num_tokens, .reserve_tokens = 0}));
+  };
+  const auto num_releasable = [&](const std::vector<const std::vector<BlockTable>*>& holders) {
+    const Releasable releasable = coordinator.CountReleasable(holders);
+    return std::pair(releasable.num_blocks[0], releasable.num_lcm_blocks[0]);
+  };
+  auto first = coordinator.MakeTables();
+  auto second = coordinator.MakeTables();
+  const Admission admission = grow(first, 12);  // parent 1, half of parent 2
+  grow(second, 8);                              // the other half, half of parent 3
+  EXPECT_EQ(num_releasable({&first}), std::pair(3L, 1L));
+  EXPECT_EQ(num_releasable({&second}), std::pair(2L, 1L));
+  EXPECT_EQ(num_releasable({&first, &second}), std::pair(5L, 3L));
+  coordinator.Publish(first, admission.epoch, Grains(digests, 0, 3));
+  EXPECT_EQ(num_releasable({&first}), std::pair(3L, 1L));  // the index gives them up
+  auto third = coordinator.MakeTables();
+  const auto hit = coordinator.AdmitFirst(third, coordinator.ProbePrefix(digests, 1),
+                                          Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
+  ASSERT_TRUE(hit);
+  EXPECT_EQ(num_releasable({&first}), std::pair(2L, 0L));
+  EXPECT_EQ(num_releasable({&first, &third}), std::pair(4L, 1L));
+  second.clear();
+  EXPECT_EQ(num_releasable({&first}), std::pair(2L, 1L));
+}
+
+// behaviour: T1
+TEST(CacheCoordinator, AStepThatCannotBeSecuredChangesNothing) {
+  const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
+  CacheCoordinator coordinator(4, 3, {full});
+  auto tables = coordinator.MakeTables();
+  auto other = coordinator.MakeTables();
+  const auto demands = Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 2});
+  coordinator.AdmitFirst(tables, PrefixProbe{.hits = {{}}}, demands);
+  EXPECT_FALSE(coordinator.AdmitFirst(other, PrefixProbe{.hits = {{}}}, demands));
+  coordinator.AdmitFirst(other, PrefixProbe{.hits = {{}}},
+                         Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
+  std::vector<std::vector<std::int32_t>> fresh_ids(1);
+  EXPECT_TRUE(coordinator.Secure(tables, 4, fresh_ids));  // the room is there
+  EXPECT_FALSE(coordinator.Secure(tables, 5, fresh_ids));
+  EXPECT_EQ(tables[0].num_slots(), 2);
+  EXPECT_TRUE(fresh_ids[0].empty());
+  const std::vector<BlockTable>* holders[] = {&other};
+  EXPECT_TRUE(coordinator.CouldSecure(tables, 5, coordinator.CountReleasable(holders)));
+  EXPECT_FALSE(coordinator.CouldSecure(tables, 9, coordinator.CountReleasable(holders)));
+  other.clear();
+  EXPECT_TRUE(coordinator.Secure(tables, 5, fresh_ids));
+  EXPECT_EQ(fresh_ids[0], (std::vector<std::int32_t>{3}));
+}
+
 }  // namespace
 }  // namespace pdmesh

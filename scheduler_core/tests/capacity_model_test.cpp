@@ -58,7 +58,7 @@ TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 4000,
                            .num_prompt_tokens = 4000,
-                           .num_needed_tokens = 8000,
+                           .num_headroom_tokens = 0,
                            .num_limit_tokens = 8000,
                            .is_local = false};
   EXPECT_EQ(model.FirstDemands(landing)[0].num_promised_blocks, 16 + 17);
@@ -125,7 +125,7 @@ TEST(CapacityModel, ALandingHoldsItsWindowAndTheRowsThatAreOut) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 40,
                            .num_prompt_tokens = 40,
-                           .num_needed_tokens = 60,
+                           .num_headroom_tokens = 0,
                            .num_limit_tokens = 60,
                            .is_local = false};
   // L + ceil((W - 1 + w + d * w + g - 1) / g)
@@ -169,7 +169,7 @@ TEST(CapacityModel, TheEndOfAPromptIsNotCutIntoBodyAndTail) {
   const PromptSpan span{.begin_tokens = 1280,
                         .end_tokens = 1636,
                         .num_prompt_tokens = 1636,
-                        .num_needed_tokens = 1700,
+                        .num_headroom_tokens = 0,
                         .num_limit_tokens = 1700,
                         .is_local = true};
   EXPECT_EQ(StateSlots(model, 1, 128, span), (Slots{11, 12, 13}));
@@ -181,7 +181,7 @@ TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone
   PromptSpan span{.begin_tokens = 0,
                   .end_tokens = 12,
                   .num_prompt_tokens = 30,
-                  .num_needed_tokens = 40,
+                  .num_headroom_tokens = 0,
                   .num_limit_tokens = 40,
                   .is_local = true};
   EXPECT_EQ(StateSlots(coarse, 0, 4, span), (Slots{2}));
@@ -198,7 +198,7 @@ TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 8,
                            .num_prompt_tokens = 8,
-                           .num_needed_tokens = 20,
+                           .num_headroom_tokens = 0,
                            .num_limit_tokens = 20,
                            .is_local = false};
   const CapacityModel decode(Config(Role::kDecode, 4, 64, {State(1)}));
@@ -208,6 +208,90 @@ TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
   local.is_local = true;
   const CapacityModel prefill(Config(Role::kPrefill, 4, 64, {State(1)}));
   EXPECT_EQ(StateSlots(prefill, 0, 1, local), (Slots{7}));
+}
+
+// Reserve of a full group behind a chunk.
+std::int64_t FullReserve(const CapacityModel& model, std::int64_t num_prompt_tokens, std::int64_t end_tokens,
+                         std::int64_t num_headroom_tokens) {
+  const PromptSpan span{.begin_tokens = 0,
+                        .end_tokens = end_tokens,
+                        .num_prompt_tokens = num_prompt_tokens,
+                        .num_headroom_tokens = num_headroom_tokens,
+                        .num_limit_tokens = num_prompt_tokens + num_headroom_tokens,
+                        .is_local = true};
+  return std::get<DenseGrowth>(model.FirstDemands(span)[0].extent).reserve_tokens;
+}
+
+// behaviour: K13
+TEST(CapacityModel, AFirstChunkHoldsTheRestOfThePromptAndTheHeadroom) {
+  const CapacityModel model(Config(Role::kFused, 4, 512, {Full(4)}));
+  EXPECT_EQ(FullReserve(model, 1000, 512, model.HeadroomTokens(300, 0)), 788);
+  EXPECT_EQ(FullReserve(model, 1000, 512, model.HeadroomTokens(std::nullopt, 0)), 488);
+}
+
+// behaviour: K12
+TEST(CapacityModel, TheCompletingChunkHoldsAStepBehindThePromptAndEarlierOnesHoldNone) {
+  SchedulerConfig config = Config(Role::kDecode, 4, 512, {Full(4)});
+  config.verify_width = 3;
+  const CapacityModel model(config);
+  EXPECT_EQ(FullReserve(model, 1000, 1000, 0), 3);
+  EXPECT_EQ(FullReserve(model, 1000, 1000, 2), 3);
+  EXPECT_EQ(FullReserve(model, 1000, 1000, 5), 5);
+  EXPECT_EQ(FullReserve(model, 1000, 512, 0), 488);
+  const PromptSpan last{.begin_tokens = 512,
+                        .end_tokens = 1000,
+                        .num_prompt_tokens = 1000,
+                        .num_headroom_tokens = 0,
+                        .num_limit_tokens = 1003,
+                        .is_local = true};
+  EXPECT_EQ(std::get<DenseGrowth>(model.NextExtents(last)[0]).reserve_tokens, 3);
+  PromptSpan earlier = last;
+  earlier.end_tokens = 996;
+  EXPECT_EQ(std::get<DenseGrowth>(model.NextExtents(earlier)[0]).reserve_tokens, 0);
+}
+
+// behaviour: K12
+TEST(CapacityModel, ThePrefillRoleHoldsTheWholePromptAndAStepFromTheFirstChunkOn) {
+  const CapacityModel model(Config(Role::kPrefill, 4, 512, {Full(4)}));
+  EXPECT_EQ(FullReserve(model, 1000, 512, model.HeadroomTokens(300, 0)), 489);
+}
+
+// behaviour: K11
+TEST(CapacityModel, OneAdmissionDecidesTheReserveOfEveryGroupByWhatTheGroupKeeps) {
+  const CapacityModel model(Config(Role::kFused, 8, 512, {Full(4), Sliding(4, 9), State(8)}));
+  PromptSpan span{.begin_tokens = 0,
+                  .end_tokens = 20,
+                  .num_prompt_tokens = 20,
+                  .num_headroom_tokens = 30,
+                  .num_limit_tokens = 50,
+                  .is_local = true};
+  const auto reserves = [&] {
+    std::vector<std::int64_t> tokens;
+    for (const GroupDemand& demand : model.FirstDemands(span)) {
+      tokens.push_back(std::visit([](const auto& extent) { return extent.reserve_tokens; }, demand.extent));
+    }
+    return tokens;
+  };
+  EXPECT_EQ(reserves(), (Slots{30, 1, 8}));
+  span.end_tokens = 16;
+  EXPECT_EQ(reserves(), (Slots{34, 0, 0}));
+}
+
+// behaviour: M15
+TEST(CapacityModel, HeadroomGrowsWithEveryRetractionUpToWhatMayStillBeGenerated) {
+  const CapacityModel model(Config(Role::kFused, 4, 512, {Full(4)}));
+  EXPECT_EQ(model.HeadroomTokens(20000, 0), 4096);
+  EXPECT_EQ(model.HeadroomTokens(20000 - 5000, 1), 8192);
+  EXPECT_EQ(model.HeadroomTokens(20000 - 12000, 2), 8000);
+  EXPECT_EQ(model.HeadroomTokens(std::nullopt, 7), 0);
+}
+
+// behaviour: M5
+TEST(CapacityModel, HeadroomSecuresTheWholeGenerationWhenThatIsNotLonger) {
+  const CapacityModel model(Config(Role::kFused, 4, 512, {Full(4)}));
+  EXPECT_EQ(model.HeadroomTokens(4000, 0), 4000);
+  EXPECT_LT(model.HeadroomTokens(6000, 0), 6000);
+  EXPECT_EQ(model.HeadroomTokens(6000 - 1000, 1), 5000);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace {
 constexpr std::array kAllPhases = {Phase::kAwaitingReady,  Phase::kWaiting,          Phase::kPrefilling,
                                    Phase::kAwaitingResult, Phase::kRemotePrefilling, Phase::kPrefillDone,
                                    Phase::kDecoding,       Phase::kHandingOver,      Phase::kTransferHeld,
-                                   Phase::kQuarantined,    Phase::kFinished};
+                                   Phase::kQuarantined,    Phase::kRetracted,        Phase::kFinished};
 
 // "next phase", "-" for ignored, "!" for a broken contract.
 std::string Outcome(Role role, Phase phase, const EventView& event, bool is_remote) {
@@ -54,7 +54,8 @@ TEST(Transitions, AbortIsLegalInEveryStateAndKeepsWhatAPeerMayTouch) {
   }
   const auto decode = Outcomes(Role::kDecode, &abort, true);
   EXPECT_EQ(decode.at("remote_prefilling"), "quarantined");
-  for (const char* phase : {"awaiting_ready", "waiting", "prefilling", "prefill_done", "decoding"}) {
+  for (const char* phase :
+       {"awaiting_ready", "waiting", "prefilling", "prefill_done", "decoding", "retracted"}) {
     EXPECT_EQ(decode.at(phase), "finished") << phase;
   }
   for (const char* phase : {"transfer_held", "quarantined", "finished"}) {
@@ -63,11 +64,12 @@ TEST(Transitions, AbortIsLegalInEveryStateAndKeepsWhatAPeerMayTouch) {
   }
 }
 
+// behaviour: J14
 TEST(Transitions, FinishEndsOnlyRequestsThatHaveTheirFirstToken) {
   const FinishEvent finish{.request_id = "r"};
   for (const Role role : {Role::kDecode, Role::kFused}) {
     for (const auto& [phase, outcome] : Outcomes(role, &finish, false)) {
-      const bool is_legal = phase == "prefill_done" || phase == "decoding";
+      const bool is_legal = phase == "prefill_done" || phase == "decoding" || phase == "retracted";
       const bool has_ended = phase == "transfer_held" || phase == "quarantined" || phase == "finished";
       EXPECT_EQ(outcome, is_legal ? "finished" : has_ended ? "-" : "!") << phase;
     }
@@ -85,6 +87,46 @@ TEST(Transitions, DoneBeforeAGrantIsABrokenContractAndLaterIsLate) {
   EXPECT_EQ(outcomes.at("quarantined"), "-");
   const DoneEvent negative{.request_id = "r", .token = -1};
   EXPECT_EQ(Outcome(Role::kDecode, Phase::kRemotePrefilling, &negative, true), "!");
+}
+
+// behaviour: L7
+TEST(Transitions, DoneOfAWaitingRequestThatNoPeerPrefillsIsABrokenContract) {
+  const DoneEvent done{.request_id = "r", .token = 3};
+  const auto outcomes = Outcomes(Role::kDecode, &done, false);
+  EXPECT_EQ(outcomes.at("waiting"), "!");
+  for (const char* phase : {"prefilling", "decoding", "retracted", "finished"}) {
+    EXPECT_EQ(outcomes.at(phase), "-") << phase;
+  }
+}
+
+// behaviour: M18
+TEST(Transitions, RetractTakesBackWhatAScheduledRequestHolds) {
+  const RetractEvent retract{.request_id = "r"};
+  for (const Role role : {Role::kDecode, Role::kFused}) {
+    const auto outcomes = Outcomes(role, &retract, false);
+    for (const char* phase : {"prefilling", "awaiting_result", "prefill_done", "decoding"}) {
+      EXPECT_EQ(outcomes.at(phase), "retracted") << phase;
+    }
+    for (const char* phase : {"retracted", "quarantined", "finished"}) {
+      EXPECT_EQ(outcomes.at(phase), "-") << phase;
+    }
+  }
+}
+
+// behaviour: B5
+TEST(Transitions, RetractOfARequestThatHasNoRowOfItsOwnIsABrokenContract) {
+  const RetractEvent retract{.request_id = "r"};
+  const auto outcomes = Outcomes(Role::kDecode, &retract, true);
+  for (const char* phase : {"awaiting_ready", "waiting", "remote_prefilling"}) {
+    EXPECT_EQ(outcomes.at(phase), "!") << phase;
+  }
+  EXPECT_EQ(Outcome(Role::kPrefill, Phase::kPrefilling, &retract, false), "!");
+}
+
+// behaviour: M18
+TEST(Transitions, AResultOfARetractedRequestIsLate) {
+  const ResultEvent result{.request_id = "r", .tokens = {1, 2, 3}};
+  EXPECT_EQ(Outcome(Role::kFused, Phase::kRetracted, &result, false), "-");
 }
 
 TEST(Transitions, ReadyIsHeardOnce) {

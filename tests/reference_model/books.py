@@ -15,16 +15,31 @@ class Books:
         self.shape = shape
         self.coordinator = Coordinator(shape, policies)
         self.requests: list[Request] = []  # in the order of submission
+        self.num_retractions = 0
 
     def in_phase(self, *phases: Phase) -> list[Request]:
         return [request for request in self.requests if request.phase in phases]
 
-    def tokens_to_reserve(self, submission: Submission) -> int:
-        """All that a request can ever need. Its completion is generated elsewhere on the prefill role; wherever it is
+    def tokens_to_check(self, submission: Submission) -> int:
+        """What must fit an empty pool. The completion is generated elsewhere on the prefill role; wherever it is
         generated, there is room for one verify step at least."""
         if self.shape.role is Role.PREFILL:
             return len(submission.tokens) + self.shape.verify_width
-        return len(submission.tokens) + max(submission.max_new_tokens, self.shape.verify_width)
+        return len(submission.tokens) + max(submission.max_new_tokens or 0, self.shape.verify_width)
+
+    def step_tokens(self, request: Request) -> int:
+        """Behind the end of a prompt, whatever is secured. Near the longest request there is less left."""
+        return min(self.shape.verify_width, self.max_request_tokens() - request.num_prompt_tokens)
+
+    def headroom_tokens(self, request: Request) -> int:
+        """What an admission secures behind the prompt: of a completion that has an end a step at least, and 4096
+        tokens more with every retraction."""
+        if self.shape.role is Role.PREFILL:
+            return self.shape.verify_width
+        if request.submission.max_new_tokens is None:
+            return 0
+        headroom = min(request.num_wanted_tokens, 4096 * (1 + request.num_retractions))
+        return max(headroom, self.step_tokens(request))
 
     def max_request_tokens(self) -> int:
         """The longest request that an empty pool holds."""
@@ -56,7 +71,9 @@ class Books:
         for hit in self.hits_to_try(request):
             left = request.num_prompt_tokens - hit.tokens
             extent = left if budget_tokens is None else min(left, budget_tokens)
-            reserve = self.tokens_to_reserve(request.submission) - hit.tokens - extent
+            reserve = left - extent + self.headroom_tokens(request)
+            if extent == left:
+                reserve = max(reserve, self.step_tokens(request))
             tables = self.coordinator.admit(f"table of {request.request_id}", hit, extent, reserve)
             if tables is not None:
                 request.tables = tables
@@ -66,6 +83,10 @@ class Books:
                 request.num_computed_tokens = hit.tokens + extent
                 request.num_published_grains = hit.tokens // self.shape.prefix_granularity
                 request.did_not_fit = False
+                request.is_secured = self.shape.role is Role.PREFILL or (
+                    request.submission.max_new_tokens is not None
+                    and self.headroom_tokens(request) >= request.num_wanted_tokens
+                )
                 return True
         request.did_not_fit = True
         return False
@@ -89,12 +110,6 @@ class Books:
             first_grain = request.num_published_grains
             self.coordinator.publish(request.tables, prefixes, first_grain, request.epoch, keeps_duplicates=keeps)
             request.num_published_grains = num_grains
-
-    def consume_reserve(self, request: Request, num_tokens: int) -> None:
-        """What was admitted never waits for memory: the room was there from the start."""
-        for table in request.tables:
-            table.tail_room -= num_tokens
-            assert table.tail_room >= 0, f"{request.request_id} outgrew its reserve"
 
     def release_hits(self, request: Request) -> None:
         """Claimed hits of a remote prompt return at once: nobody writes there."""

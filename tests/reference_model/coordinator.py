@@ -115,6 +115,26 @@ class Coordinator:
             table.tail_room = num_blocks * group.shape.block_granularity - extent_tokens
         return tables
 
+    def grow(self, tables: list[Table], extent_tokens: int, reserve_tokens: int) -> list[list[int]] | None:
+        """A later admission: room for the extent, which is consumed, and a reserve behind it. Returns the ids of fresh
+        blocks by group; None, with nothing changed, if it does not fit."""
+        demand = [
+            group.policy.num_fresh_blocks(table.tail_room, extent_tokens + reserve_tokens)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        victims = self.plan_evictions(demand, Hit(0, []))
+        if victims is None:
+            return None
+        for victim in victims:
+            self.evict(victim)
+        fresh_ids = []
+        for group, table, num_blocks in zip(self.groups, tables, demand, strict=True):
+            blocks = [self.pool.acquire(group.position, table.owner) for _ in range(num_blocks)]
+            table.slots += blocks
+            table.tail_room += num_blocks * group.shape.block_granularity - extent_tokens
+            fresh_ids.append([block.block_id for block in blocks])
+        return fresh_ids
+
     def claim(self, owner: str, entries: list[Entry | None]) -> Table:
         table = Table(owner)
         for entry in entries:

@@ -9,6 +9,7 @@ from reference_model.coordinator import INDEX
 from reference_model.group_policies import FullHistory, GroupPolicy
 from reference_model.pool import Block
 from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, Phase, Request
+from reference_model.retraction import Outcome, give_blocks_back, has_anything_out, resolve_blocked
 from reference_model.rounds import Round
 from reference_model.transitions import View, early_end, judge
 from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
@@ -27,6 +28,9 @@ class ReferenceScheduler:
         self.shape = shape
         self.books = self.make_books([self.make_policy(group) for group in shape.groups])
         self.was_local_prefill = False  # decode role: the last round was one
+        self.yielding: Request | None = None  # the next to give its blocks back
+        self.first_in_line: Request | None = None  # decode role: others gave theirs back for it
+        self.num_stalled_plans = 0
 
     def make_policy(self, group: GroupShape) -> GroupPolicy:
         return FullHistory(group.block_granularity)
@@ -41,7 +45,8 @@ class ReferenceScheduler:
         for submission in submissions:
             self.check(submission, used)
             used.append(submission.request_id)
-        self.books.requests += [Request.of(submission, self.shape.role) for submission in submissions]
+        limit = self.books.max_request_tokens()
+        self.books.requests += [Request.of(submission, self.shape.role, limit) for submission in submissions]
 
     def check(self, submission: Submission, used: list[str]) -> None:
         """A request that could not run in an empty pool is refused; its id must be nobody's."""
@@ -52,10 +57,10 @@ class ReferenceScheduler:
             raise RefusedSubmission(request_id, "tokens must not be empty")
         if min(submission.tokens) < 0:
             raise RefusedSubmission(request_id, "tokens[")
-        if submission.max_new_tokens < 0:
+        if submission.max_new_tokens is not None and submission.max_new_tokens < 0:
             raise RefusedSubmission(request_id, "max_new_tokens must not be negative")
         limit = self.books.max_request_tokens()
-        if self.books.tokens_to_reserve(submission) > limit:
+        if self.books.tokens_to_check(submission) > limit:
             raise RefusedSubmission(request_id, f"the limit is {limit}")
 
     # Events.
@@ -86,8 +91,11 @@ class ReferenceScheduler:
             case EventKind.GRANTED:
                 request.is_granted = True
             case EventKind.FINISH:
-                self.books.publish_pending(request)
+                if request.is_resident:
+                    self.books.publish_pending(request)
                 self.end(request)
+            case EventKind.RETRACT:
+                give_blocks_back(self.books, request)
             case EventKind.HANDED_OVER | EventKind.QUIESCED:
                 self.end(request)
             case EventKind.ABORT | EventKind.FAILED:
@@ -120,7 +128,7 @@ class ReferenceScheduler:
     # Plans.
 
     def next_plan(self) -> Plan:
-        current = Round(self.books)
+        current = Round(self.books, self.yielding, self.first_in_line)
         current.plan.finished = [request.request_id for request in self.books.in_phase(Phase.FINISHED)]
         self.books.requests = [request for request in self.books.requests if request.phase is not Phase.FINISHED]
         match self.shape.role:
@@ -130,7 +138,24 @@ class ReferenceScheduler:
                 self.was_local_prefill = current.plan_decode_role(was_local_prefill=self.was_local_prefill)
             case Role.FUSED:
                 current.plan_fused_role()
-        return current.build()
+        if self.shape.role is not Role.PREFILL:
+            outcome = self.resolve_blocked(current)
+            self.yielding = outcome.yielding
+            self.was_local_prefill = self.was_local_prefill or outcome.was_local_prefill
+        self.first_in_line = current.first_in_line
+        plan = current.build()
+        self.count_stall(plan)
+        return plan
+
+    def resolve_blocked(self, current: Round) -> Outcome:
+        return resolve_blocked(current)
+
+    def count_stall(self, plan: Plan) -> None:
+        """Plans in a row without anything in them while requests live and nobody owes an answer."""
+        is_stalled = plan.is_empty and bool(self.books.requests) and not has_anything_out(self.books)
+        self.num_stalled_plans = self.num_stalled_plans + 1 if is_stalled else 0
+        if self.num_stalled_plans in [1024 << doubling for doubling in range(20)]:
+            plan.num_stalled_plans = self.num_stalled_plans
 
     # The cache.
 
@@ -203,9 +228,11 @@ class ReferenceScheduler:
     def lines_of(self, request: Request) -> list[str]:
         num_generated = len(request.tokens) - request.num_prompt_tokens
         head = f"request {request.request_id} {request.phase.value} tokens={request.num_prompt_tokens}+{num_generated}"
+        head += f" retractions={request.num_retractions}" if request.num_retractions else ""
         if request.is_resident:
             head += f" slot={request.slot} hit={request.num_hit_tokens} computed={request.num_computed_tokens}"
             head += f" published_grains={request.num_published_grains}"
+            head += "" if request.is_secured else " unsecured"
         lines = [head + (f" results_out={request.num_results_out}" if request.num_results_out else "")]
         for group, table in zip(self.shape.groups, request.tables, strict=False):
             ids = "".join(f" {block_id or '-'}" for block_id in table.block_ids())

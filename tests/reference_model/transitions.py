@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, Phase, Request
+from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, NEVER_RAN, Phase, Request
 from reference_model.values import Event, EventKind, Role
 
 
@@ -39,6 +39,7 @@ ROLES_OF_EVENTS = {
     EventKind.HANDED_OVER: (Role.PREFILL,),
     EventKind.FAILED: (Role.PREFILL, Role.DECODE),
     EventKind.QUIESCED: (Role.PREFILL, Role.DECODE),
+    EventKind.RETRACT: (Role.DECODE, Role.FUSED),
 }
 
 
@@ -48,13 +49,13 @@ def judge(role: Role, view: View, event: Event) -> View | None:
     phase = view.phase
     match event.kind:
         # Every row owes one result: no token before the last chunk, else one. A result nobody owes cannot be meant.
-        case EventKind.RESULT if phase not in HAS_ENDED:
+        case EventKind.RESULT if phase not in (*HAS_ENDED, Phase.RETRACTED):
             num_due = 0 if phase is Phase.PREFILLING else 1
             is_refused |= view.num_results_out == 0 or len(event.tokens) != num_due or any(t < 0 for t in event.tokens)
             after = view.after(Phase.PREFILL_DONE if phase is Phase.AWAITING_RESULT else phase)
         # The runtime ends a completion, so there must be one. On the prefill role the transfer ends a request.
         case EventKind.FINISH if phase not in HAS_ENDED:
-            is_refused |= role is Role.PREFILL or phase not in (Phase.PREFILL_DONE, Phase.DECODING)
+            is_refused |= role is Role.PREFILL or phase not in (Phase.PREFILL_DONE, Phase.DECODING, Phase.RETRACTED)
             after = view.after(Phase.FINISHED)
         case EventKind.ABORT if phase not in HAS_ENDED:
             after = view.after(early_end(role, phase))
@@ -66,7 +67,7 @@ def judge(role: Role, view: View, event: Event) -> View | None:
         case EventKind.DONE if phase is Phase.REMOTE_PREFILLING:
             is_refused |= event.tokens[0] < 0
             after = view.after(Phase.PREFILL_DONE)
-        case EventKind.DONE if view.is_remote and phase in HOLDS_NOTHING:
+        case EventKind.DONE if phase in NEVER_RAN:
             is_refused, after = True, None
         # Also the answer to an abort that crossed it: the peer has everything, so it reads no more.
         case EventKind.HANDED_OVER if phase is not Phase.FINISHED:
@@ -74,10 +75,14 @@ def judge(role: Role, view: View, event: Event) -> View | None:
             after = view.after(Phase.FINISHED)
         # On the decode role a failure after the landing is late, and a prompt computed here hears of none.
         case EventKind.FAILED if phase not in HAS_ENDED:
-            is_handoff = phase is Phase.REMOTE_PREFILLING or (view.is_remote and phase in HOLDS_NOTHING)
+            is_handoff = phase is Phase.REMOTE_PREFILLING or (view.is_remote and phase in NEVER_RAN)
             after = view.after(early_end(role, phase)) if role is Role.PREFILL or is_handoff else None
         case EventKind.QUIESCED if phase in (Phase.TRANSFER_HELD, Phase.QUARANTINED):
             after = view.after(Phase.FINISHED)
+        # Of something that holds blocks of its own; a repetition is late.
+        case EventKind.RETRACT if phase not in (*HAS_ENDED, Phase.RETRACTED):
+            is_refused |= phase in (*NEVER_RAN, Phase.REMOTE_PREFILLING)
+            after = view.after(Phase.RETRACTED)
         case _:
             after = None
     if is_refused:

@@ -22,6 +22,7 @@ class EventKind(Enum):
     HANDED_OVER = "handed_over"
     FAILED = "failed"
     QUIESCED = "quiesced"
+    RETRACT = "retract"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class SchedulerShape:
 class Submission:
     request_id: str
     tokens: tuple[int, ...]
-    max_new_tokens: int
+    max_new_tokens: int | None
     extra_keys: tuple[bytes, ...] = ()
     local_prefill: bool = False
 
@@ -116,6 +117,7 @@ class Plan:
     admissions: list[Admission] = field(default_factory=list)
     retracted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    num_stalled_plans: int = 0
     is_empty: bool = True
 
 

@@ -27,6 +27,7 @@ PLAIN_EVENTS: dict[str, Callable[[str], sc.Event]] = {
     "handed_over": sc.HandedOverEvent,
     "failed": sc.FailedEvent,
     "quiesced": sc.QuiescedEvent,
+    "retract": sc.RetractEvent,
 }
 
 
@@ -168,6 +169,8 @@ def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
     """A plan in the order in which it is carried out."""
     for request_id in plan.finished:
         yield f"finished {request_id}"
+    for request_id in plan.retracted:
+        yield f"retract {request_id}"
     for admission in plan.admissions:
         yield f"admit {admission.request_id} hit={admission.device_hit_tokens}"
     for group_id, block_ids in zip(group_ids, plan.zero_blocks, strict=True):

@@ -10,8 +10,8 @@ const std::string& RequestIdOf(const EventView& event) {
 
 const char* NameOf(const EventView& event) {
   constexpr std::array<const char*, std::variant_size_v<EventView>> kNames = {
-      "result", "finish",      "abort",  "ready",    "granted",
-      "done",   "handed_over", "failed", "quiesced", "reserve"};
+      "result",      "finish", "abort",    "ready",   "granted", "done",
+      "handed_over", "failed", "quiesced", "reserve", "retract"};
   return kNames[event.index()];
 }
 

@@ -53,11 +53,19 @@ struct FailedEvent {
 struct QuiescedEvent {
   std::string request_id;
 };
+// Decode and fused roles: the caller gives up what the request's rows computed since they cannot be trusted,
+// and the request starts over with the tokens that have landed. It returns its blocks at once and publishes
+// nothing. REQUIRES of the caller: it reports no result of a row that was planned before this event; such a
+// result is ignored as long as no newer row is out, and cannot be told from the newer row's afterwards.
+struct RetractEvent {
+  std::string request_id;
+};
 
 // A view of one event; the caller keeps the event alive for the call it is passed to.
-using EventView = std::variant<const ResultEvent*, const FinishEvent*, const AbortEvent*, const ReadyEvent*,
-                               const GrantedEvent*, const DoneEvent*, const HandedOverEvent*,
-                               const FailedEvent*, const QuiescedEvent*, const ReserveEvent*>;
+using EventView =
+    std::variant<const ResultEvent*, const FinishEvent*, const AbortEvent*, const ReadyEvent*,
+                 const GrantedEvent*, const DoneEvent*, const HandedOverEvent*, const FailedEvent*,
+                 const QuiescedEvent*, const ReserveEvent*, const RetractEvent*>;
 
 const std::string& RequestIdOf(const EventView& event);
 const char* NameOf(const EventView& event);

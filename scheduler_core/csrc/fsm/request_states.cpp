@@ -15,13 +15,25 @@ void LowerReserve(ReserveLease& reserve, const std::vector<BlockTable>& tables) 
   reserve.LowerTo(num_held);
 }
 
+void ReleaseAll(std::vector<BlockTable>& tables, ReserveLease& reserve) noexcept {
+  for (BlockTable& table : tables) {
+    table.Clear();
+  }
+  reserve.Reset();
+}
+
+Retracted GiveBack(Holdings holdings) {
+  ReleaseAll(holdings.tables, holdings.reserve);
+  return {};
+}
+
 }  // namespace
 
 const char* NameOf(Phase phase) {
   constexpr std::array<const char*, std::variant_size_v<RequestState>> kNames = {
       "awaiting_ready",    "waiting",      "prefilling", "awaiting_result",
       "remote_prefilling", "prefill_done", "decoding",   "handing_over",
-      "transfer_held",     "quarantined",  "finished"};
+      "transfer_held",     "quarantined",  "retracted",  "finished"};
   return kNames[static_cast<std::size_t>(phase)];
 }
 
@@ -66,7 +78,23 @@ const std::vector<BlockTable>* TablesOf(const RequestState& state) {
   return nullptr;
 }
 
+void ReleaseBlocks(RequestState& state) noexcept {
+  std::visit(
+      [](auto& concrete) {
+        if constexpr (requires { concrete.holdings; }) {
+          ReleaseAll(concrete.holdings.tables, concrete.holdings.reserve);
+        } else if constexpr (requires { concrete.tables; }) {
+          ReleaseAll(concrete.tables, concrete.reserve);
+        }
+      },
+      state);
+}
+
 Prefilling StartPrefill(Waiting&&, Holdings holdings) {
+  return {.holdings = std::move(holdings), .results_out = {}};
+}
+
+Prefilling StartPrefill(Retracted&&, Holdings holdings) {
   return {.holdings = std::move(holdings), .results_out = {}};
 }
 
@@ -97,6 +125,22 @@ Decoding StartDecoding(AwaitingResult&& state) {
 HandingOver StartHandover(PrefillDone&& state) {
   state.holdings.slot.Reset();  // no row is scheduled any more
   return {.holdings = std::move(state.holdings)};
+}
+
+Retracted Retract(Prefilling&& state) {
+  return GiveBack(std::move(state.holdings));
+}
+
+Retracted Retract(AwaitingResult&& state) {
+  return GiveBack(std::move(state.holdings));
+}
+
+Retracted Retract(PrefillDone&& state) {
+  return GiveBack(std::move(state.holdings));
+}
+
+Retracted Retract(Decoding&& state) {
+  return GiveBack(std::move(state.holdings));
 }
 
 TransferHeld HoldForTransfer(Holdings holdings) {

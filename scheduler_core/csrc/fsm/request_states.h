@@ -29,6 +29,8 @@ struct Holdings {
   // Positions that the tables have made room for, drafts of rows whose results are out included.
   std::int64_t num_covered_tokens = 0;
   std::int32_t num_published_grains = 0;  // hits included
+  // What the admission secured covers all that the request may still generate: it never needs another block.
+  bool is_secured = false;
   // Where a prompt is stopped because others share it up to there; 0 for nowhere.
   std::int32_t promotion_tokens = 0;
   // The newest grain boundary that a chunk or landing reached, its kind, and where a state was computed into
@@ -70,10 +72,14 @@ struct Quarantined {  // decode role: ended, but a peer may still write into the
   ReserveLease reserve;
   std::vector<BlockTable> tables;
 };
+// Decode and fused roles: gave its blocks back in the middle. Its prompt is everything it has by now, and a
+// local prefill of that goes on where it stopped.
+struct Retracted {};
 struct Finished {};
 
-using RequestState = std::variant<AwaitingReady, Waiting, Prefilling, AwaitingResult, RemotePrefilling,
-                                  PrefillDone, Decoding, HandingOver, TransferHeld, Quarantined, Finished>;
+using RequestState =
+    std::variant<AwaitingReady, Waiting, Prefilling, AwaitingResult, RemotePrefilling, PrefillDone, Decoding,
+                 HandingOver, TransferHeld, Quarantined, Retracted, Finished>;
 
 // In the order of RequestState.
 enum class Phase : std::uint8_t {
@@ -87,6 +93,7 @@ enum class Phase : std::uint8_t {
   kHandingOver,
   kTransferHeld,
   kQuarantined,
+  kRetracted,
   kFinished,
 };
 
@@ -103,8 +110,13 @@ ResultsOut ResultsOutOf(const RequestState& state);
 // The tables of a state that holds blocks, else nullptr.
 const std::vector<BlockTable>* TablesOf(const RequestState& state);
 
+// Gives the blocks of a state back, for a request that keeps none: the groups in index order, in each the
+// slots from the last to the first, then what was promised. The order decides where later blocks come from.
+void ReleaseBlocks(RequestState& state) noexcept;
+
 // Transitions.
 Prefilling StartPrefill(Waiting&&, Holdings holdings);
+Prefilling StartPrefill(Retracted&&, Holdings holdings);
 AwaitingResult CompletePrompt(Prefilling&& state);
 RemotePrefilling GrantRemotePrefill(Waiting&&, Holdings holdings);
 PrefillDone LandFirstToken(AwaitingResult&& state);
@@ -112,6 +124,11 @@ PrefillDone LandRemotePrefill(RemotePrefilling&& state);
 Decoding StartDecoding(PrefillDone&& state);
 Decoding StartDecoding(AwaitingResult&& state);
 HandingOver StartHandover(PrefillDone&& state);
+// Slot and blocks return; what the holdings said of them is forgotten.
+Retracted Retract(Prefilling&& state);
+Retracted Retract(AwaitingResult&& state);
+Retracted Retract(PrefillDone&& state);
+Retracted Retract(Decoding&& state);
 // The slot and everything but the blocks returns at once.
 TransferHeld HoldForTransfer(Holdings holdings);
 // Claimed prefix hits return at once: no peer writes there. `num_hit_slots[group]` leading slots are hits.

@@ -11,7 +11,8 @@ bool HasEnded(Phase phase) {
   return phase == Phase::kTransferHeld || phase == Phase::kQuarantined || phase == Phase::kFinished;
 }
 
-bool HoldsNothing(Phase phase) {
+// Not admitted to anything so far.
+bool NeverRan(Phase phase) {
   return phase == Phase::kAwaitingReady || phase == Phase::kWaiting;
 }
 
@@ -21,7 +22,7 @@ class Table {
   Table(Role role, const PhaseView& view, const EventView& event) : role_(role), view_(view), event_(event) {}
 
   Judgement operator()(const ResultEvent* result) const {
-    if (HasEnded(view_.phase)) {
+    if (HasEnded(view_.phase) || view_.phase == Phase::kRetracted) {
       return Ignore();
     }
     if (view_.results_out.num() == 0) {
@@ -41,10 +42,11 @@ class Table {
     if (HasEnded(view_.phase)) {
       return Ignore();
     }
-    const bool is_legal = view_.phase == Phase::kPrefillDone || view_.phase == Phase::kDecoding;
+    const bool is_legal = view_.phase == Phase::kPrefillDone || view_.phase == Phase::kDecoding ||
+                          view_.phase == Phase::kRetracted;
     if (!is_legal || role_ == Role::kPrefill) {
       Refuse(role_ == Role::kPrefill ? "the transfer ends a request of the prefill role"
-                                     : "only prefill_done and decoding requests finish");
+                                     : "only prefill_done, decoding and retracted requests finish");
     }
     return To(Phase::kFinished);
   }
@@ -63,8 +65,8 @@ class Table {
 
   Judgement operator()(const DoneEvent* done) const {
     RequireRole(Role::kDecode);
-    if (HoldsNothing(view_.phase) && view_.is_remote) {
-      Refuse("nothing was granted yet");
+    if (NeverRan(view_.phase)) {
+      Refuse(view_.is_remote ? "nothing was granted yet" : "no peer prefills this request");
     }
     if (view_.phase != Phase::kRemotePrefilling) {
       return Ignore();
@@ -97,8 +99,21 @@ class Table {
     }
     // On the decode role a failure after done, or of a request that no peer prefills, is a late message.
     const bool concerns_decode =
-        view_.phase == Phase::kRemotePrefilling || (view_.is_remote && HoldsNothing(view_.phase));
+        view_.phase == Phase::kRemotePrefilling || (view_.is_remote && NeverRan(view_.phase));
     return role_ == Role::kPrefill || concerns_decode ? EndEarly() : Ignore();
+  }
+
+  Judgement operator()(const RetractEvent*) const {
+    if (role_ == Role::kPrefill) {
+      Refuse("the prefill role retracts nothing");
+    }
+    if (HasEnded(view_.phase) || view_.phase == Phase::kRetracted) {
+      return Ignore();
+    }
+    if (NeverRan(view_.phase) || view_.phase == Phase::kRemotePrefilling) {
+      Refuse("no row of it was planned");
+    }
+    return To(Phase::kRetracted);
   }
 
   Judgement operator()(const QuiescedEvent*) const {
@@ -172,8 +187,7 @@ class Table {
     if (view_.phase == Phase::kRemotePrefilling) {
       return To(Phase::kQuarantined);
     }
-    return To(role_ == Role::kPrefill && !HoldsNothing(view_.phase) ? Phase::kTransferHeld
-                                                                    : Phase::kFinished);
+    return To(role_ == Role::kPrefill && !NeverRan(view_.phase) ? Phase::kTransferHeld : Phase::kFinished);
   }
 
   Role role_;

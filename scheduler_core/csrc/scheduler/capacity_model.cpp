@@ -7,6 +7,13 @@
 
 namespace pdmesh {
 
+namespace {
+
+// A completion is rarely longer: most requests are secured whole by their first admission.
+constexpr std::int64_t kHeadroomTokens = 4096;
+
+}  // namespace
+
 CapacityModel::CapacityModel(const SchedulerConfig& config)
     : role_(config.role),
       prefix_granularity_(config.prefix_granularity),
@@ -85,12 +92,26 @@ std::int64_t CapacityModel::LcmBlocksForConcurrency(std::int64_t num_requests, s
   return num_lcm_blocks;
 }
 
-std::int64_t CapacityModel::TokensToReserve(std::int64_t num_prompt_tokens,
-                                            std::optional<std::int32_t> max_new_tokens) const {
+std::int64_t CapacityModel::TokensToCheck(std::int64_t num_prompt_tokens,
+                                          std::optional<std::int32_t> max_new_tokens) const {
   if (role_ == Role::kPrefill) {
     return num_prompt_tokens + verify_width_;
   }
   return num_prompt_tokens + std::max<std::int64_t>(max_new_tokens.value_or(0), verify_width_);
+}
+
+std::int64_t CapacityModel::HeadroomTokens(std::optional<std::int32_t> num_wanted_tokens,
+                                           std::int32_t num_retractions) const {
+  if (role_ == Role::kPrefill) {  // generates nothing, and its blocks come free through hand-overs only
+    return verify_width_;
+  }
+  return std::min(std::int64_t{num_wanted_tokens.value_or(0)},
+                  kHeadroomTokens * (1 + std::int64_t{num_retractions}));
+}
+
+// A retracted request that stands near the longest possible one has less than a whole step before it.
+std::int64_t CapacityModel::StepTokens(std::int64_t num_prompt_tokens) const {
+  return std::min(verify_width_, max_request_tokens_ - num_prompt_tokens);
 }
 
 std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) const {
@@ -98,9 +119,12 @@ std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) con
   for (std::size_t group = 0; group < geometries_.size(); ++group) {
     const GroupGeometry& geometry = geometries_[group];
     if (geometry.kind() == AttentionKind::kFull) {
-      demands.push_back({.extent = DenseGrowth{
-                             .extent_tokens = span.end_tokens - span.begin_tokens,
-                             .reserve_tokens = span.num_needed_tokens + overlap_tokens_ - span.end_tokens}});
+      const std::int64_t step_tokens = span.completes_prompt() ? StepTokens(span.num_prompt_tokens) : 0;
+      const std::int64_t ahead_tokens = span.num_headroom_tokens > 0 ? overlap_tokens_ : 0;
+      const std::int64_t rest_tokens =
+          span.num_prompt_tokens - span.end_tokens + span.num_headroom_tokens + ahead_tokens;
+      demands.push_back({.extent = DenseGrowth{.extent_tokens = span.end_tokens - span.begin_tokens,
+                                               .reserve_tokens = std::max(step_tokens, rest_tokens)}});
     } else {
       demands.push_back({.extent = ExtentOf(group, span),
                          .num_promised_blocks = HeldAtMost(geometry, span.num_prompt_tokens,
@@ -125,8 +149,8 @@ Extent CapacityModel::ExtentOf(std::size_t group, const PromptSpan& span) const 
   const GroupGeometry& geometry = geometries_[group];
   const bool is_state = geometry.kind() == AttentionKind::kState;
   std::int64_t reserve_tokens = 0;
-  if (span.completes_prompt() && geometry.kind() != AttentionKind::kFull) {
-    reserve_tokens = is_state ? StateReserveTokens(geometry) : verify_width_;
+  if (span.completes_prompt()) {
+    reserve_tokens = is_state ? StateReserveTokens(geometry) : StepTokens(span.num_prompt_tokens);
   }
   if (is_state) {
     const std::int64_t checkpoint = span.end_tokens / prefix_granularity_ * prefix_granularity_;

@@ -19,10 +19,10 @@ struct PromptSpan {
   std::int64_t begin_tokens;  // what lies before is computed or cached
   std::int64_t end_tokens;
   std::int64_t num_prompt_tokens;
-  std::int64_t num_needed_tokens;  // TokensToReserve
-  std::int64_t num_limit_tokens;   // prompt and completion that it can grow to, not below the needed ones
-  bool is_local;                   // computed here, in chunks; else a peer fills all of it
-  std::int64_t replay_tokens = 0;  // before `begin_tokens`, fed again
+  std::int64_t num_headroom_tokens;  // completion that is secured at once
+  std::int64_t num_limit_tokens;     // prompt and completion that it can grow to
+  bool is_local;                     // computed here, in chunks; else a peer fills all of it
+  std::int64_t replay_tokens = 0;    // before `begin_tokens`, fed again
 
   bool completes_prompt() const { return end_tokens == num_prompt_tokens; }
 };
@@ -51,9 +51,16 @@ class CapacityModel {
   std::int32_t max_request_tokens() const { return max_request_tokens_; }
   // Where the room of a request ends at most: the largest request, and what is planned ahead for it.
   std::int64_t max_covered_tokens() const { return max_request_tokens_ + overlap_tokens_; }
-  // Tokens that a request is admitted for: prompt and completion, of an undeclared one the first step.
-  std::int64_t TokensToReserve(std::int64_t num_prompt_tokens,
-                               std::optional<std::int32_t> max_new_tokens) const;
+  // What a submission is checked against the limit with: prompt and completion, of an undeclared one the
+  // first step.
+  std::int64_t TokensToCheck(std::int64_t num_prompt_tokens,
+                             std::optional<std::int32_t> max_new_tokens) const;
+  // Completion tokens that an admission secures; `num_wanted_tokens` may still be generated, nullopt if that
+  // was not declared. Every retraction makes the next one less likely.
+  std::int64_t HeadroomTokens(std::optional<std::int32_t> num_wanted_tokens,
+                              std::int32_t num_retractions) const;
+  // Room behind the end of a prompt that its last chunk, or its landing, needs in any case.
+  std::int64_t StepTokens(std::int64_t num_prompt_tokens) const;
 
   // By group: what a first admission secures, and what a later chunk takes of it.
   std::vector<GroupDemand> FirstDemands(const PromptSpan& span) const;

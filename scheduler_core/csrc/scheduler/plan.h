@@ -20,7 +20,8 @@ struct Handover {
   std::int32_t token;  // the first of the completion
 };
 
-// First admission of a request: where its prompt was found. The sum is below the prompt length.
+// An admission of a prompt, that of a retracted request included: where it was found. The sum is below the
+// prompt length.
 struct AdmissionReport {
   std::string request_id;
   std::int32_t device_hit_tokens;
@@ -62,8 +63,12 @@ struct Plan {
   std::vector<RemotePrefill> remote_prefills;
   std::vector<Handover> handovers;
   std::vector<AdmissionReport> admissions;
-  std::vector<std::string> retracted;
-  std::vector<std::string> finished;  // requests that ended since the last plan, however they ended
+  std::vector<std::string> retracted;  // gave their blocks back for others; they come back by themselves
+  std::vector<std::string> finished;   // requests that ended since the last plan, however they ended
+
+  // Plans in a row without anything in them while requests live and nobody owes an answer: a caller that
+  // forgot an event, or our mistake. Told at 1024 and at each doubling, 0 else.
+  std::int64_t num_stalled_plans = 0;
 
   bool is_empty() const {
     return num_rows == 0 && remote_prefills.empty() && handovers.empty() && admissions.empty() &&

@@ -27,6 +27,7 @@ void Round::AddPrefillRow(const Request& request, std::int32_t begin, std::int32
                            .num_input_tokens = num_input_tokens,
                            .num_replay_tokens = num_replay_tokens,
                            .num_results_out = request.num_results_out(),
+                           .cost_tokens = num_input_tokens,
                            .is_prefill = true});
 }
 
@@ -39,7 +40,25 @@ void Round::AddDecodeRow(const Request& request, std::int32_t num_input_tokens, 
                           .num_input_tokens = num_input_tokens,
                           .num_replay_tokens = 0,
                           .num_results_out = num_results_out,
+                          .cost_tokens = cost_tokens,
                           .is_prefill = false});
+}
+
+void Round::Withdraw(const Request& request, const std::vector<BlockTable>& tables) {
+  const auto row = std::find_if(decode_rows_.begin(), decode_rows_.end(),
+                                [&](const Row& planned) { return planned.request == &request; });
+  if (row == decode_rows_.end()) {
+    return;
+  }
+  ++num_free_rows_;
+  num_budget_tokens_ += row->cost_tokens;
+  decode_rows_.erase(row);
+  for (std::size_t group = 0; group < tables.size(); ++group) {
+    const std::span<const std::int32_t> held = tables[group].block_ids();
+    std::erase_if(plan_.zero_blocks[group], [&](std::int32_t block_id) {
+      return std::find(held.begin(), held.end(), block_id) != held.end();
+    });
+  }
 }
 
 void Round::AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids) {

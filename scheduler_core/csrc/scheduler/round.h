@@ -37,6 +37,18 @@ class Round {
   void AddDecodeRow(const Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens);
   void AddZeroBlocks(const std::vector<std::vector<std::int32_t>>& fresh_ids);
 
+  // Takes the request's decode row out again, and from the zero list what `tables` hold of it.
+  void Withdraw(const Request& request, const std::vector<BlockTable>& tables);
+
+  // The first request that wanted to be in the round and found no memory.
+  void NoteBlocked(Request& request) { blocked_ = blocked_ == nullptr ? &request : blocked_; }
+  Request* blocked() const { return blocked_; }
+  // One that holds blocks and needs more: nobody new may take them.
+  bool is_sealed() const { return blocked_ != nullptr && HoldingsOf(blocked_->state) != nullptr; }
+  std::int32_t num_prefill_rows() const { return static_cast<std::int32_t>(prefill_rows_.size()); }
+  // A prompt got on in this round, here or at a peer.
+  bool has_prefill() const { return !prefill_rows_.empty() || !plan_.remote_prefills.empty(); }
+
   // Lists that are no rows are filled directly.
   Plan& plan() { return plan_; }
 
@@ -50,6 +62,7 @@ class Round {
     std::int32_t num_input_tokens;
     std::int32_t num_replay_tokens;
     std::int32_t num_results_out;
+    std::int32_t cost_tokens;
     bool is_prefill;
   };
 
@@ -64,6 +77,7 @@ class Round {
   std::int32_t num_budget_tokens_;
   std::vector<Row> prefill_rows_;
   std::vector<Row> decode_rows_;
+  Request* blocked_ = nullptr;
 };
 
 }  // namespace pdmesh

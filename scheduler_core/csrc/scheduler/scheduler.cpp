@@ -74,7 +74,7 @@ void Scheduler::CheckSpec(const RequestSpec& spec) const {
     RefuseRequest(spec, "max_new_tokens must not be negative, got " + std::to_string(*spec.max_new_tokens));
   }
   const auto num_prompt_tokens = static_cast<std::int64_t>(spec.tokens.size());
-  const std::int64_t needed_tokens = capacity_model_.TokensToReserve(num_prompt_tokens, spec.max_new_tokens);
+  const std::int64_t needed_tokens = capacity_model_.TokensToCheck(num_prompt_tokens, spec.max_new_tokens);
   if (needed_tokens > max_request_tokens()) {
     RefuseRequest(spec, "prompt of " + std::to_string(num_prompt_tokens) + " tokens with max_new_tokens " +
                             (spec.max_new_tokens ? std::to_string(*spec.max_new_tokens) : "undeclared") +
@@ -151,6 +151,8 @@ void Scheduler::Apply(Request& request, const EventView& event) {
     Finish(request);
   } else if (const auto* reserve = std::get_if<const ReserveEvent*>(&event)) {
     std::get<Decoding>(request.state).reserve_tokens = (*reserve)->num_tokens;
+  } else if (std::holds_alternative<const RetractEvent*>(event)) {
+    GiveBlocksBack(request);
   } else if (std::holds_alternative<const HandedOverEvent*>(event) ||
              std::holds_alternative<const QuiescedEvent*>(event)) {
     SetState(request, Finished());
@@ -190,7 +192,9 @@ void Scheduler::ApplyEarlyEnd(Request& request) {
 }
 
 void Scheduler::Finish(Request& request) {
-  PublishPending(request, *HoldingsOf(request.state));
+  if (Holdings* holdings = HoldingsOf(request.state)) {
+    PublishPending(request, *holdings);
+  }
   SetState(request, Finished());
 }
 
@@ -214,13 +218,20 @@ std::vector<PrefixEvent> Scheduler::DrainPrefixEvents() {
 }
 
 void Scheduler::SetState(Request& request, RequestState state) {
-  num_ready_ungranted_ -= IsReadyUngranted(request) ? 1 : 0;
+  CountState(request, -1);
   QueueOf(request.phase()).erase(&request);
   CountQuarantined(request.state, -1);
+  ReleaseBlocks(request.state);  // a transition that keeps them has moved them out
   request.state = std::move(state);
   CountQuarantined(request.state, 1);
   QueueOf(request.phase()).insert(&request);
-  num_ready_ungranted_ += IsReadyUngranted(request) ? 1 : 0;
+  CountState(request, 1);
+}
+
+void Scheduler::CountState(const Request& request, std::int32_t change) {
+  const Holdings* holdings = HoldingsOf(request.state);
+  num_ready_ungranted_ += IsReadyUngranted(request) ? change : 0;
+  num_unsecured_ += holdings != nullptr && !holdings->is_secured ? change : 0;
 }
 
 void Scheduler::CountQuarantined(const RequestState& state, std::int32_t change) {
@@ -241,8 +252,12 @@ void Scheduler::CountQuarantined(const RequestState& state, std::int32_t change)
 }
 
 // Requests that can decode stand in one line whether they have decoded before or not. On the prefill role it
-// is the line of those to hand over.
+// is the line of those to hand over. On the fused role a retracted request stands among those that wait, in
+// the place of its submission; nothing of it is kept that would make its return cheap.
 Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) {
+  if (phase == Phase::kRetracted && config_.role == Role::kFused) {
+    return queues_[static_cast<std::size_t>(Phase::kWaiting)];
+  }
   const bool decodes =
       phase == Phase::kPrefillDone || (phase == Phase::kAwaitingResult && config_.role != Role::kPrefill);
   return queues_[static_cast<std::size_t>(decodes ? Phase::kDecoding : phase)];

@@ -38,7 +38,7 @@ struct Capacity {
   std::int32_t active_lcm_blocks;
   std::int32_t cached_lcm_blocks;       // held by the prefix cache alone
   std::int32_t quarantined_lcm_blocks;  // a peer may still write into them
-  std::int32_t num_waiting;             // admitted to nothing yet
+  std::int32_t num_waiting;             // admitted to nothing yet, or retracted
   std::int32_t num_running;
   std::int32_t num_live_requests;  // waiting, running, or ended with blocks still held
 };
@@ -100,21 +100,44 @@ class Scheduler {
   void PlanFused(Round& round);
   bool HasPrefillToRun() const;
   // Leaves `num_spared_tokens` of the budget.
-  void PlanDecodes(Round& round, std::int32_t cost_tokens_per_row, std::int32_t num_spared_tokens);
+  void PlanDecodes(Round& round, std::int32_t num_spared_tokens);
+  std::int32_t DecodeCostTokens() const;
+  bool HasRoomForDecode(const Round& round, std::int32_t num_spared_tokens) const;
   void PlanPrefills(Round& round);
   bool PlanResidentChunks(Round& round);
   void PlanNewPrompts(Round& round);
   void PlanDecodeRole(Round& round);
   bool PlanOneLocalPrefill(Round& round);
   void PlanRemoteAdmissions(Round& round);
+  bool AdmitRemote(Round& round, Request& request);
+  Request* NextReadmission() const;
+
+  // Retraction.
+  void ResolveBlocked(Round& round);
+  bool FitsByNow(Round& round, Request& blocked);
+  void MakeRoomFor(Round& round, Request& blocked);
+  void MakeRoomAtLast(Round& round, Request& blocked);
+  AdmitOutcome Grant(Round& round, Request& request);
+  AdmitOutcome GrantPrompt(Round& round, Request& request);
+  void GrantAfterGivingWay(Round& round);
+  bool WouldFitWithoutQuarantine(Request& blocked);
+  Request* NextVictim(bool includes_secured) const;
+  bool IsQuiescent(const Request& request) const;
+  void RetractVictim(Round& round, Request& victim);
+  void GiveBlocksBack(Request& request);
+  void NoteOvertaken(const Request& admitted);
+  Request* TakeFirstInLine();
+  bool IsAnythingOut() const;
+  void CountStall(Plan& plan, bool has_work);
 
   // One request.
   bool PlanChunk(Round& round, Request& request);
   void NoteChunkPlanned(Request& request);
   bool CanTakeRow(const Request& request) const;
   std::int32_t DecodeWidth(const Request& request) const;
-  bool SecureStep(Round& round, Request& request, std::int64_t growth_tokens);
-  bool PlanDecodeRow(Round& round, Request& request, std::int32_t num_input_tokens, std::int32_t cost_tokens);
+  std::int64_t DecodeGrowthTokens(const Request& request) const;
+  std::int64_t DecodeRoomTokens(const Request& request) const;
+  bool PlanDecodeRow(Round& round, Request& request);
   std::int32_t ChunkTokens(const Request& request, std::int32_t begin, std::int32_t num_budget_tokens,
                            std::int32_t promotion_tokens) const;
   PromptSpan SpanOf(const Request& request, std::int32_t begin, std::int32_t end, bool is_local,
@@ -129,9 +152,13 @@ class Scheduler {
                                 bool is_local) const;
   std::optional<Holdings> AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
                                       bool is_local);
+  void NoteBlockedPrompt(Round& round, Request& request) const;
+  std::int64_t HeadroomTokens(const Request& request) const;
+  std::vector<GroupDemand> LeastDemands(const Request& request, std::int32_t hit_tokens, bool is_local) const;
   PrefixProbe Probe(Request& request, bool is_local);
   bool IsStillBlocked(const Request& request, bool is_local) const;
   void PublishPending(Request& request, Holdings& holdings);
+  void PublishSnapshot(Request& request, Holdings& holdings);
   RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
   // REQUIRED after each transaction that may have published blocks of the request.
   void DescribePublished(Request& request);
@@ -140,6 +167,7 @@ class Scheduler {
   RequestQueue& QueueOf(Phase phase);
   const RequestQueue& QueueOf(Phase phase) const;
   bool IsReadyUngranted(const Request& request) const;
+  void CountState(const Request& request, std::int32_t change);
   void CountQuarantined(const RequestState& state, std::int32_t change);
   void DescribeRequest(const Request& request, std::string& out) const;
 
@@ -156,6 +184,14 @@ class Scheduler {
   std::uint64_t num_event_batches_ = 0;
   std::uint64_t num_plans_ = 0;
   std::int32_t num_ready_ungranted_ = 0;
+  std::int32_t num_unsecured_ =
+      0;  // requests that hold blocks and may need more than they were admitted with
+  std::uint64_t num_retractions_ = 0;
+  std::int64_t num_stalled_plans_ = 0;
+  // By submission: the next to give way, which gets no rows until its results are in; and the prompt for
+  // which others gave way in a round that it could not join.
+  std::optional<std::uint64_t> yielding_;
+  std::optional<std::uint64_t> first_in_line_;
   std::unordered_map<std::int32_t, std::int32_t>
       num_quarantined_children_;               // by parent that has any; looked up, never walked
   bool last_round_was_local_prefill_ = false;  // decode role

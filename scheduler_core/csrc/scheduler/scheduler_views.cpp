@@ -28,7 +28,9 @@ Capacity Scheduler::capacity() const {
   const std::int32_t cached = coordinator_.num_cached_lcm_blocks();
   const auto quarantined = static_cast<std::int32_t>(num_quarantined_children_.size());
   const auto size_of = [this](Phase phase) { return static_cast<std::int32_t>(QueueOf(phase).size()); };
-  const std::int32_t waiting = size_of(Phase::kAwaitingReady) + size_of(Phase::kWaiting);
+  const std::int32_t waiting =
+      size_of(Phase::kAwaitingReady) + size_of(Phase::kWaiting) +
+      (&QueueOf(Phase::kRetracted) == &QueueOf(Phase::kWaiting) ? 0 : size_of(Phase::kRetracted));
   const std::int32_t live = static_cast<std::int32_t>(requests_.size()) - size_of(Phase::kFinished);
   return {.total_lcm_blocks = total,
           .empty_lcm_blocks = empty,
@@ -80,11 +82,17 @@ void Scheduler::DescribeRequest(const Request& request, std::string& out) const 
   out += "request " + request.request_id + " " + NameOf(request.phase()) +
          " tokens=" + std::to_string(request.num_prompt_tokens) + "+" +
          std::to_string(request.num_tokens() - request.num_prompt_tokens);
+  if (request.num_retractions > 0) {
+    out += " retractions=" + std::to_string(request.num_retractions);
+  }
   if (const Holdings* holdings = HoldingsOf(request.state)) {
     out += " slot=" + std::to_string(holdings->slot.slot()) +
            " hit=" + std::to_string(holdings->num_hit_tokens) +
            " computed=" + std::to_string(holdings->num_computed_tokens) +
            " published_grains=" + std::to_string(holdings->num_published_grains);
+    if (!holdings->is_secured) {
+      out += " unsecured";
+    }
     if (holdings->promotion_tokens > 0) {
       out += " promotion=" + std::to_string(holdings->promotion_tokens);
     }

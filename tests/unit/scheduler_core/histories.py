@@ -25,11 +25,11 @@ RESIDENT = (
     Phase.DECODING,
     Phase.HANDING_OVER,
 )
-LIVE = (Phase.AWAITING_READY, Phase.WAITING, *RESIDENT)
+LIVE = (Phase.AWAITING_READY, Phase.WAITING, Phase.RETRACTED, *RESIDENT)
 # Where an event of each kind is to be expected. Elsewhere it is late, repeated or a broken contract.
 EXPECTED: dict[EventKind, tuple[Phase, ...]] = {
     EventKind.RESULT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.DECODING),
-    EventKind.FINISH: (Phase.PREFILL_DONE, Phase.DECODING),
+    EventKind.FINISH: (Phase.PREFILL_DONE, Phase.DECODING, Phase.RETRACTED),
     EventKind.ABORT: LIVE,
     EventKind.READY: (Phase.AWAITING_READY,),
     EventKind.GRANTED: (Phase.WAITING, *RESIDENT),
@@ -37,10 +37,11 @@ EXPECTED: dict[EventKind, tuple[Phase, ...]] = {
     EventKind.HANDED_OVER: (Phase.HANDING_OVER, Phase.TRANSFER_HELD),
     EventKind.FAILED: LIVE,
     EventKind.QUIESCED: (Phase.TRANSFER_HELD, Phase.QUARANTINED),
+    EventKind.RETRACT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.PREFILL_DONE, Phase.DECODING),
 }
 COMMON_KINDS = (EventKind.RESULT, EventKind.FINISH, EventKind.ABORT)
 KINDS: dict[Role, tuple[EventKind, ...]] = {
-    Role.FUSED: COMMON_KINDS,
+    Role.FUSED: (*COMMON_KINDS, *COMMON_KINDS, EventKind.RETRACT),
     Role.PREFILL: (
         EventKind.RESULT,
         EventKind.ABORT,
@@ -58,6 +59,7 @@ KINDS: dict[Role, tuple[EventKind, ...]] = {
         EventKind.DONE,
         EventKind.FAILED,
         EventKind.QUIESCED,
+        EventKind.RETRACT,
     ),
 }
 
@@ -85,7 +87,7 @@ class Prompt:
     """Prompts share tokens up to `fork_token` and, with equal stems, behind it. `flaw` makes it unacceptable."""
 
     num_tokens: int
-    max_new_tokens: int
+    max_new_tokens: int | None
     stem: int
     fork_token: int
     extra_keys: tuple[bytes, ...]
@@ -212,7 +214,7 @@ class History:
     def submission_of(self, prompt: Prompt, used: list[str]) -> Submission:
         """Cut to what the pool holds, unless it is to be refused for its length. Ids are taken again when free."""
         tokens = prompt.tokens()
-        reserve_tokens = 1 if self.sides.shape.role is Role.PREFILL else max(prompt.max_new_tokens, 1)
+        reserve_tokens = 1 if self.sides.shape.role is Role.PREFILL else max(prompt.max_new_tokens or 0, 1)
         limit_tokens = max(1, self.sides.model.max_request_tokens() - reserve_tokens)
         match prompt.flaw:
             case "empty":
@@ -290,7 +292,7 @@ def shape_of(role: Role, number: int) -> SchedulerShape:
 def prompt_of(role: Role, digits: Digits) -> Prompt:
     return Prompt(
         num_tokens=1 + digits.below(36),
-        max_new_tokens=digits.below(7),
+        max_new_tokens=digits.of((0, 1, 2, 3, 4, 5, 6, None, None, None)),
         stem=digits.below(3),
         fork_token=digits.of((0, 4, 8, 10, 16)),
         local_prefill=role is Role.DECODE and digits.below(2) == 1,

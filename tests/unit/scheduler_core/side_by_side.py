@@ -34,6 +34,7 @@ PLAIN_EVENTS: dict[EventKind, Callable[[str], sc.Event]] = {
     EventKind.HANDED_OVER: sc.HandedOverEvent,
     EventKind.FAILED: sc.FailedEvent,
     EventKind.QUIESCED: sc.QuiescedEvent,
+    EventKind.RETRACT: sc.RetractEvent,
 }
 
 

@@ -29,6 +29,8 @@ from reference_model import (
     SchedulerShape,
     Submission,
 )
+from reference_model.retraction import Outcome
+from reference_model.rounds import Round
 from reference_model.values import Admission, Handover, RemotePrefill
 
 import scheduler_core as sc
@@ -195,8 +197,8 @@ class PublishesWhatWasAborted(ReferenceScheduler):
 
 class ForgetsTheReserve(ReferenceScheduler):
     class ForgetfulBooks(Books):
-        def tokens_to_reserve(self, submission: Submission) -> int:
-            return len(submission.tokens)
+        def headroom_tokens(self, request: Request) -> int:
+            return 0
 
     def make_books(self, policies: Sequence[GroupPolicy]) -> Books:
         return self.ForgetfulBooks(self.shape, policies)
@@ -207,6 +209,19 @@ class FreesWhatAPeerMayTouch(ReferenceScheduler):
         self.end(request)
 
 
+class NobodyGivesWay(ReferenceScheduler):
+    def resolve_blocked(self, current: Round) -> Outcome:
+        return Outcome()
+
+
+class GivesWayWithoutPublishing(ReferenceScheduler):
+    def resolve_blocked(self, current: Round) -> Outcome:
+        current.books.publish_pending = lambda request: None  # type: ignore[method-assign]
+        outcome = super().resolve_blocked(current)
+        del current.books.publish_pending
+        return outcome
+
+
 @pytest.mark.parametrize(
     ("faulty", "roles"),
     [
@@ -214,6 +229,8 @@ class FreesWhatAPeerMayTouch(ReferenceScheduler):
         (PublishesWhatWasAborted, Role),
         (ForgetsTheReserve, Role),
         (FreesWhatAPeerMayTouch, (Role.PREFILL, Role.DECODE)),
+        (NobodyGivesWay, (Role.FUSED, Role.DECODE)),
+        (GivesWayWithoutPublishing, (Role.FUSED, Role.DECODE)),
     ],
 )
 def test_a_fault_planted_in_the_model_is_found(faulty: type[ReferenceScheduler], roles: Sequence[Role]) -> None:

@@ -103,6 +103,7 @@ class Node:
     prompts: list[list[int]] = field(default_factory=list)
     num_submitted: int = 0
     num_hit_tokens: int = 0
+    num_retracted: int = 0
 
     def __post_init__(self) -> None:
         self.scheduler = sc.Scheduler(
@@ -127,13 +128,16 @@ class Node:
         tail = [self.chance.randrange(3) for _ in range(self.chance.choice((1, 2, 4, 8, 30)))]
         longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - self.verify_width)
         prompt = [*head, *tail][:longest]
-        max_new_tokens = self.chance.randint(0, min(5, self.scheduler.max_request_tokens - len(prompt)))
+        declares = self.role == sc.Role.PREFILL or self.chance.random() < 0.6
+        most = 5 if declares else 30
+        num_generated = self.chance.randint(0, min(most, self.scheduler.max_request_tokens - len(prompt)))
+        max_new_tokens = num_generated if declares else None
         is_remote = self.role == sc.Role.DECODE and self.chance.random() < 0.7
         is_local = self.role == sc.Role.DECODE and not is_remote
         self.scheduler.submit([spec(request_id, prompt, max_new_tokens=max_new_tokens, local_prefill=is_local)])
         self.prompts.append(prompt)
         self.tokens[request_id] = list(prompt)
-        self.limits[request_id] = (len(prompt), max(1, max_new_tokens))
+        self.limits[request_id] = (len(prompt), max(1, num_generated))
         if is_remote:
             self.scheduler.advance([sc.ReadyEvent(request_id)])
 
@@ -141,6 +145,7 @@ class Node:
         """One plan and its results; False when there was nothing to do."""
         plan = self.scheduler.next_plan()
         self.num_hit_tokens += sum(admission.device_hit_tokens for admission in plan.admissions)
+        self.num_retracted += len(plan.retracted)
         for request_id in plan.finished:
             assert request_id in self.ended
             self.peers.pop(request_id, None)
@@ -401,3 +406,11 @@ def test_every_read_finds_what_was_written_for_it(
 @pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
 def test_the_histories_reuse_prefixes(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
     assert sum(play(role, groups, seed, 100).num_hit_tokens for seed in range(10)) > 100
+
+
+@pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.DECODE])
+@pytest.mark.parametrize("overlap_depth", [0, 1])
+def test_the_histories_make_requests_give_way(role: sc.Role, overlap_depth: int) -> None:
+    mixes = (GROUP_MIXES[0], GROUP_MIXES[3], GROUP_MIXES[6])
+    histories = [play(role, groups, seed, 150, 1, overlap_depth) for groups in mixes for seed in range(10)]
+    assert sum(history.num_retracted for history in histories) > 10

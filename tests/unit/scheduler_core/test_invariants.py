@@ -1,9 +1,9 @@
 """Random histories, checked after every step.
 
 The checks know nothing of how the core works; they read tables, plans and gauges. Every parent is empty, active, cached
-or quarantined; no two requests own a block unless it is a shared prefix; an admission secures everything a request can
-need or nothing; what is hit was announced as a prefix; the same history gives the same plans; at rest every block is
-back.
+or quarantined; no two requests own a block unless it is a shared prefix; an admission secures its prompt and its
+headroom or nothing; what is hit was announced as a prefix; who was retracted has no row and holds no block; the same
+history gives the same plans; at rest every block is back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import scheduler_core as sc
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
 from .prefix_router import Router, hashes_of
 
+GENERATED = 7  # every generated token
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
     [full_group("packed", block_granularity=2, cache_blocks_per_lcm_block=3)],
@@ -61,23 +62,26 @@ class Driver:
     verify_width: int = 1
     overlap_depth: int = 0
     scheduler: sc.Scheduler = field(init=False)
-    lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    lengths: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # as submitted
     generated: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)  # what a prefill computes
     owed: dict[str, list[Owed]] = field(default_factory=dict)  # oldest first
     remote_prompts: set[str] = field(default_factory=set)
-    hashes: dict[str, list[int]] = field(default_factory=dict)  # of the prompt's grains, as they are announced
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # as submitted
+    hashes: dict[str, list[int]] = field(default_factory=dict)  # of a prefill's grains, as they are announced
     router: Router = field(default_factory=Router)
     transferring: set[str] = field(default_factory=set)  # a peer reads or writes blocks of these
     landed: set[str] = field(default_factory=set)  # these may finish
     quarantined: set[str] = field(default_factory=set)
     held: dict[str, list[set[int]]] = field(default_factory=dict)  # prefill role: blocks ever seen in a live table
-    started: list[str] = field(default_factory=list)
+    num_retracted: int = 0
     log: list[str] = field(default_factory=list)
     num_submitted: int = 0
     num_lcm_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_lcm_blocks = 14 + 6 * max(0, len(self.open_groups) + len(self.groups) - 2) + 2 * self.verify_width
+        self.num_lcm_blocks = self.chance.choice((7, 14)) + 2 * self.verify_width
+        self.num_lcm_blocks += 6 * max(0, len(self.open_groups) + len(self.groups) - 2)
         config = scheduler_config(
             self.role,
             num_lcm_blocks=self.num_lcm_blocks,
@@ -103,13 +107,16 @@ class Driver:
         self.num_submitted += 1
         stem = self.chance.choice((0, 0, 0, 500))
         length = self.chance.randint(1, min(24, self.scheduler.max_request_tokens - 6))
-        max_new_tokens = self.chance.randint(0, 5)
+        is_undeclared = self.role != sc.Role.PREFILL and self.chance.random() < 0.4
+        max_new_tokens = None if is_undeclared else self.chance.randint(0, 5)
         local = self.role == sc.Role.DECODE and self.chance.random() < 0.25
-        tokens = range(stem, stem + length)
+        tokens = list(range(stem, stem + length))
         self.scheduler.submit([spec(request_id, tokens, max_new_tokens=max_new_tokens, local_prefill=local)])
         self.lengths[request_id] = (length, max_new_tokens)
         self.generated[request_id] = 0
+        self.tokens[request_id] = tokens
         self.hashes[request_id] = hashes_of(tokens)
+        self.prompts[request_id] = length
         if self.role == sc.Role.DECODE and not local:
             self.scheduler.advance([sc.ReadyEvent(request_id)])
             self.remote_prompts.add(request_id)
@@ -133,11 +140,41 @@ class Driver:
             self.transferring.add(grant.request_id)
         for handover in plan.handovers:
             self.landed.add(handover.request_id)
+        for request_id in plan.retracted:
+            assert not self.owed.get(request_id)
+            assert request_id not in [*plan.request_ids, *plan.finished]
+            self.num_retracted += 1
+            self.start_over(request_id)
         for request_id in plan.finished:
             self.forget(request_id)
 
+    def start_over(self, request_id: str) -> None:
+        tokens = [*self.tokens[request_id], *[GENERATED] * self.generated[request_id]]
+        self.prompts[request_id] = len(tokens)
+        self.hashes[request_id] = hashes_of(tokens)
+        self.remote_prompts.discard(request_id)
+        assert not any(map(len, self.scheduler.block_tables(request_id)))
+
+    def num_wanted(self, request_id: str) -> int:
+        """Tokens that may still be generated."""
+        length, max_new_tokens = self.lengths[request_id]
+        limit = self.scheduler.max_request_tokens
+        return (limit if max_new_tokens is None else length + max_new_tokens) - length - self.generated[request_id]
+
+    def retract_one(self) -> None:
+        names = self.in_phases("prefilling", "awaiting_result", "prefill_done", "decoding")
+        if names and self.role != sc.Role.PREFILL and self.chance.random() < 0.3:
+            request_id = self.chance.choice(names)
+            self.scheduler.advance([sc.RetractEvent(request_id)])
+            self.owed.pop(request_id, None)
+            self.start_over(request_id)
+
+    def in_phases(self, *phases: str) -> list[str]:
+        lines = [line.split() for line in self.scheduler.describe().splitlines() if line.startswith("request ")]
+        return [name for _, name, phase, *_ in lines if phase in phases]
+
     def forget(self, request_id: str) -> None:
-        del self.lengths[request_id], self.generated[request_id]
+        del self.lengths[request_id], self.generated[request_id], self.prompts[request_id]
         self.owed.pop(request_id, None)
         self.held.pop(request_id, None)
         for names in (self.transferring, self.landed, self.quarantined):
@@ -151,7 +188,7 @@ class Driver:
             for row in owed[:most_rows]:
                 num_tokens = self.num_landing(request_id, row)
                 self.generated[request_id] += num_tokens
-                events.append(sc.ResultEvent(request_id, [7] * num_tokens))
+                events.append(sc.ResultEvent(request_id, [GENERATED] * num_tokens))
                 if row.most and self.role != sc.Role.PREFILL:
                     self.landed.add(request_id)
             del owed[:most_rows]
@@ -159,11 +196,13 @@ class Driver:
 
     def num_landing(self, request_id: str, row: Owed) -> int:
         """A row that was planned ahead brings none when the one before it brought the last one wanted."""
-        wanted = self.lengths[request_id][1] - self.generated[request_id]
+        wanted = self.num_wanted(request_id)
         return self.chance.randint(min(1, wanted), min(row.most, wanted)) if row.is_decode else row.most
 
     def finish_one(self) -> None:
-        candidates = sorted(self.landed - self.quarantined)
+        """Not in the middle of a recovery: there is nothing new that could have ended it."""
+        in_recovery = self.in_phases("prefilling", "awaiting_result") if self.role != sc.Role.PREFILL else []
+        candidates = sorted(self.landed - self.quarantined - set(in_recovery))
         if candidates:
             request_id = self.chance.choice(candidates)
             handed_over = self.role == sc.Role.PREFILL
@@ -175,7 +214,7 @@ class Driver:
         candidates = sorted(self.transferring - self.quarantined)
         if candidates and self.role == sc.Role.DECODE:
             request_id = self.chance.choice(candidates)
-            self.scheduler.advance([sc.DoneEvent(request_id, 7)])
+            self.scheduler.advance([sc.DoneEvent(request_id, GENERATED)])
             self.generated[request_id] += 1
             self.transferring.discard(request_id)
             self.landed.add(request_id)
@@ -246,18 +285,26 @@ class Driver:
             assert plan.num_rows == 1
             assert not plan.remote_prefills
         for admission in plan.admissions:
-            prompt_tokens, max_new_tokens = self.lengths[admission.request_id]
+            prompt_tokens = self.prompts[admission.request_id]
             assert admission.device_hit_tokens < prompt_tokens
             assert admission.device_hit_tokens % 4 == 0
-            ahead = self.overlap_depth * self.verify_width
-            completion = max(max_new_tokens, self.verify_width) + ahead
-            reserve = self.verify_width if self.role == sc.Role.PREFILL else completion
+            reserve = self.reserve_of(plan, admission.request_id)
             tables = self.scheduler.block_tables(admission.request_id)
             for group, slots_of_table in zip(self.groups, tables, strict=True):
                 if group.group_id in self.open_groups:
                     continue
                 assert len(slots_of_table) == -(-(prompt_tokens + reserve) // group.block_granularity)
-        self.started += [admission.request_id for admission in plan.admissions]
+
+    def reserve_of(self, plan: sc.Plan, request_id: str) -> int:
+        """Tokens behind the prompt that an admission secures. Of a completion without an end it is the first step, once
+        the prompt is complete."""
+        step = min(self.verify_width, self.scheduler.max_request_tokens - self.prompts[request_id])
+        if self.role == sc.Role.PREFILL:
+            return step
+        if self.lengths[request_id][1] is not None:
+            return max(step, self.num_wanted(request_id)) + self.overlap_depth * self.verify_width
+        rows = dict(zip(plan.request_ids, (plan.begins + plan.input_lengths).tolist(), strict=True))
+        return step if rows.get(request_id, self.prompts[request_id]) == self.prompts[request_id] else 0
 
     def check_state(self) -> None:
         gauges = self.scheduler.capacity()
@@ -340,6 +387,7 @@ MOVES = (
     Driver.grant_one,
     Driver.abort_one,
     Driver.quiesce_one,
+    Driver.retract_one,
     Driver.repeat_late_events,
 )
 
@@ -391,6 +439,11 @@ def test_equal_histories_give_equal_plans() -> None:
             logs = [play(role, groups, 11, 300).log for _ in range(2)]
             assert logs[0] == logs[1]
             assert sum("r1" in line for line in logs[0]) > 0
+
+
+def test_the_histories_make_requests_give_way() -> None:
+    for role in (sc.Role.FUSED, sc.Role.DECODE):
+        assert sum(play(role, GROUP_MIXES[0], seed, 600).num_retracted for seed in range(12)) > 10
 
 
 def test_requests_of_one_size_start_in_the_order_they_came() -> None:

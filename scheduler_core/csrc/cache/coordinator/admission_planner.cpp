@@ -117,15 +117,19 @@ std::vector<EvictionVictim> WithoutNeedlessVictims(Shadow& shadow, std::vector<E
 }  // namespace
 
 bool CouldFit(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks,
-              std::span<const PrefixCacheIndex* const> indexes) {
+              std::span<const PrefixCacheIndex* const> indexes, const Releasable& releasable) {
   std::int64_t num_empty = pool.num_empty_lcm_blocks();
   std::int64_t num_missing = 0;
   for (std::size_t group = 0; group < indexes.size(); ++group) {
     const auto group_index = static_cast<std::int32_t>(group);
     const std::int64_t packing = pool.cache_blocks_per_lcm_block(group_index);
-    const std::int64_t num_emptied = indexes[group]->num_evictable_lcm_blocks();
-    const std::int64_t num_free_slots =
-        pool.num_free_slots(group_index) + indexes[group]->num_evictable() - num_emptied * packing;
+    std::int64_t num_emptied = indexes[group]->num_evictable_lcm_blocks();
+    std::int64_t num_freed = indexes[group]->num_evictable();
+    if (!releasable.num_blocks.empty()) {
+      num_emptied += releasable.num_lcm_blocks[group];
+      num_freed += releasable.num_blocks[group];
+    }
+    const std::int64_t num_free_slots = pool.num_free_slots(group_index) + num_freed - num_emptied * packing;
     num_empty += num_emptied;
     num_missing += NumParentsFor(num_fresh_blocks[group] - num_free_slots, packing);
   }

@@ -20,9 +20,16 @@ struct EvictionVictim {
   const CacheEntry* entry;
 };
 
-// Whether the demand would fit with every evictable entry gone. Costs O(groups).
+// What would be free or evictable if certain tables were gone, by group; empty for nothing.
+struct Releasable {
+  std::vector<std::int64_t> num_blocks;
+  std::vector<std::int64_t> num_lcm_blocks;  // parents that are not all evictable now and would be then
+};
+
+// Whether the demand would fit with every evictable entry gone, and what is releasable besides. Costs
+// O(groups).
 bool CouldFit(const BlockPool& pool, std::span<const std::int64_t> num_fresh_blocks,
-              std::span<const PrefixCacheIndex* const> indexes);
+              std::span<const PrefixCacheIndex* const> indexes, const Releasable& releasable = {});
 
 // `num_fresh_blocks[group]` is what the admission needs, `indexes[group]` what can be evicted for it. Returns
 // a set in which no member can be left out, in eviction order; nullopt if nothing that may be evicted makes

@@ -1,6 +1,7 @@
 #include "cache/coordinator/cache_coordinator.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "cache/coordinator/admission_planner.h"
@@ -203,8 +204,46 @@ BlockUse CacheCoordinator::UseAt(const PromptUses& uses, std::int64_t depth_toke
   return aged_frequency_ ? uses.UseOf(GrainOf(depth_tokens)) : BlockUse{};
 }
 
-bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands) const {
-  return CouldFit(pool_, NumMissingFor(demands), indexes_);
+bool CacheCoordinator::CouldAdmit(std::span<const GroupDemand> demands, const Releasable& releasable) const {
+  return CouldFit(pool_, NumMissingFor(demands), indexes_, releasable);
+}
+
+Releasable CacheCoordinator::CountReleasable(std::span<const std::vector<BlockTable>* const> holders) const {
+  Releasable releasable{.num_blocks = std::vector<std::int64_t>(groups_.size()),
+                        .num_lcm_blocks = std::vector<std::int64_t>(groups_.size())};
+  std::vector<std::int32_t> held;  // one id for every reference of the holders
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    held.clear();
+    for (const std::vector<BlockTable>* tables : holders) {
+      const std::span<const std::int32_t> block_ids = (*tables)[group].block_ids();
+      std::copy_if(block_ids.begin(), block_ids.end(), std::back_inserter(held),
+                   [](std::int32_t block_id) { return block_id != kNullBlockId; });
+    }
+    std::sort(held.begin(), held.end());  // the children of a parent stand together, too
+    const auto group_index = static_cast<std::int32_t>(group);
+    std::int32_t lcm_block = 0;
+    std::int32_t num_children = 0;
+    const auto note_parent = [&] {
+      const bool is_whole = num_children > 0 && num_children + pool_.num_watched_only_slots(lcm_block) ==
+                                                    pool_.num_occupied_slots(lcm_block);
+      releasable.num_lcm_blocks[group] += is_whole ? 1 : 0;
+    };
+    for (auto block = held.begin(); block != held.end();) {
+      const auto next = std::upper_bound(block, held.end(), *block);
+      if (const std::int32_t parent = pool_.PlaceOf(group_index, *block).lcm_block; parent != lcm_block) {
+        note_parent();
+        lcm_block = parent;
+        num_children = 0;
+      }
+      if (pool_.num_references(group_index, *block) == next - block) {
+        ++num_children;
+        ++releasable.num_blocks[group];
+      }
+      block = next;
+    }
+    note_parent();
+  }
+  return releasable;
 }
 
 // Blocks by group that must come from the pool. Hits that are held already count as there.
@@ -258,23 +297,36 @@ bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_tok
                   [&](std::size_t group) { return tables[group].tail_room() >= num_tokens; })) {
     return true;
   }
-  const auto plan_for = [&](std::size_t group) {
-    return groups_[group]->geometry.PlanAcquire(tables[group].tail_room(),
-                                                {.extent_tokens = 0, .reserve_tokens = num_tokens});
-  };
-  std::vector<std::int64_t> num_missing(groups_.size(), 0);
-  for (const std::size_t group : closed) {
-    num_missing[group] = plan_for(group).num_blocks;
-  }
-  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
+  const std::optional<std::vector<EvictionVictim>> victims =
+      PlanEvictions(pool_, NumMissingToSecure(tables, num_tokens), indexes_);
   if (!victims) {
     return false;
   }
   std::for_each(victims->begin(), victims->end(), [this](const EvictionVictim& victim) { Evict(victim); });
   for (const std::size_t group : closed) {
-    groups_[group]->allocator.Acquire(tables[group], plan_for(group), fresh_ids[group]);
+    groups_[group]->allocator.Acquire(tables[group], PlanSecure(tables, group, num_tokens), fresh_ids[group]);
   }
   return true;
+}
+
+bool CacheCoordinator::CouldSecure(std::span<const BlockTable> tables, std::int64_t num_tokens,
+                                   const Releasable& releasable) const {
+  return CouldFit(pool_, NumMissingToSecure(tables, num_tokens), indexes_, releasable);
+}
+
+AcquirePlan CacheCoordinator::PlanSecure(std::span<const BlockTable> tables, std::size_t group,
+                                         std::int64_t num_tokens) const {
+  return groups_[group]->geometry.PlanAcquire(tables[group].tail_room(),
+                                              {.extent_tokens = 0, .reserve_tokens = num_tokens});
+}
+
+std::vector<std::int64_t> CacheCoordinator::NumMissingToSecure(std::span<const BlockTable> tables,
+                                                               std::int64_t num_tokens) const {
+  std::vector<std::int64_t> num_missing(groups_.size());
+  for (const std::size_t group : std::span(order_).first(num_closed_)) {
+    num_missing[group] = PlanSecure(tables, group, num_tokens).num_blocks;
+  }
+  return num_missing;
 }
 
 void CacheCoordinator::Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens,

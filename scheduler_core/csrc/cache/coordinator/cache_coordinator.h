@@ -91,10 +91,15 @@ class CacheCoordinator {
 
   // Whether empty tables could take the demands if everything evictable went, the hits of the request
   // included. False means that a first admission with them or larger ones fails. Costs O(groups).
-  bool CouldAdmit(std::span<const GroupDemand> demands) const;
+  bool CouldAdmit(std::span<const GroupDemand> demands, const Releasable& releasable = {}) const;
+
+  // What would come free or evictable if all these tables were gone: blocks that nobody but they and the
+  // index holds, and parents without another child. Costs what they hold.
+  Releasable CountReleasable(std::span<const std::vector<BlockTable>* const> holders) const;
 
   // A later admission: publishes the progress, gives up what expired at `num_computed_tokens` and grows every
-  // table by `extents[group]`. Fails only if a full group needs more than its first admission reserved.
+  // table by `extents[group]`. nullopt, with nothing changed, if a full group needs a block beyond what it
+  // holds that cannot be had.
   std::optional<Admission> AdmitNext(std::span<BlockTable> tables, std::uint64_t epoch,
                                      const RequestProgress& progress, std::int64_t num_computed_tokens,
                                      std::span<const Extent> extents);
@@ -104,6 +109,9 @@ class CacheCoordinator {
   // nothing changed, if it does not fit.
   bool Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
               std::vector<std::vector<std::int32_t>>& fresh_ids);
+  // Whether Secure() would succeed if everything evictable and what is releasable went.
+  bool CouldSecure(std::span<const BlockTable> tables, std::int64_t num_tokens,
+                   const Releasable& releasable) const;
 
   // A decode step, which publishes nothing: gives up what expired and makes room for `num_tokens` behind the
   // last one, out of the room the tables have or the blocks the request was promised. Appends the ids of
@@ -139,6 +147,10 @@ class CacheCoordinator {
   };
 
   std::vector<std::int64_t> NumMissingFor(std::span<const GroupDemand> demands) const;
+  AcquirePlan PlanSecure(std::span<const BlockTable> tables, std::size_t group,
+                         std::int64_t num_tokens) const;
+  std::vector<std::int64_t> NumMissingToSecure(std::span<const BlockTable> tables,
+                                               std::int64_t num_tokens) const;
   void Evict(const EvictionVictim& victim);
   PromptUses UsesFor(const PrefixProbe& probe) const;
   // The grain in which the block that ends at `depth_tokens` lies.

@@ -64,6 +64,16 @@ class BlockPool {
   std::int32_t num_watched_only_lcm_blocks(std::int32_t group) const {
     return groups_[Index(group)].num_watched_only_lcm_blocks;
   }
+  // Children of a parent that are held by their watcher alone.
+  std::int32_t num_watched_only_slots(std::int32_t lcm_block) const {
+    return parents_[Index(lcm_block)].num_watched_only;
+  }
+  // References to a block besides its watcher's.
+  std::int32_t num_references(std::int32_t group, std::int32_t block_id) const {
+    const BlockPlace place = PlaceOf(group, block_id);
+    const std::size_t child = ChildIndex(place.lcm_block, place.slot);
+    return references_[child] - watched_[child];
+  }
   // Child slots freed so far; never falls.
   std::uint64_t num_freed_slots() const { return num_freed_slots_; }
 
