@@ -55,6 +55,7 @@ class Cache {
 
 using Victims = std::vector<std::pair<std::int32_t, std::int32_t>>;
 
+// behaviour: G11
 TEST(AdmissionPlanner, EvictsNothingWhileEmptyParentsAreLeft) {
   Cache cache(3, {1});
   cache.Publish(0, {1, 2});
@@ -67,6 +68,7 @@ TEST(AdmissionPlanner, EvictsTheOldestEpochs) {
   EXPECT_EQ(cache.Plan({2}), (Victims{{0, 2}, {0, 3}}));
 }
 
+// behaviour: G7
 TEST(AdmissionPlanner, TakesNoBlockThatSomeoneHolds) {
   Cache cache(2, {1});
   const std::vector<CacheBlockRef> held = cache.Publish(0, {1});
@@ -75,6 +77,7 @@ TEST(AdmissionPlanner, TakesNoBlockThatSomeoneHolds) {
   EXPECT_EQ(cache.Plan({2}), std::nullopt);
 }
 
+// behaviour: G10
 TEST(AdmissionPlanner, LeavesOutVictimsThatTurnOutNotToBeNeeded) {
   // Parent 1 (two children of group 0) holds epochs 1 and 3, parent 2 epoch 2. Group 1 needs a whole parent.
   Cache cache(2, {2, 1});
@@ -83,12 +86,14 @@ TEST(AdmissionPlanner, LeavesOutVictimsThatTurnOutNotToBeNeeded) {
   EXPECT_EQ(cache.Plan({0, 1}), (Victims{{0, 3}}));
 }
 
+// behaviour: G11
 TEST(AdmissionPlanner, AParentChangesGroupOnlyWhenAllItsChildrenAreGone) {
   Cache cache(1, {2, 1});
   const std::vector<CacheBlockRef> blocks = cache.Publish(0, {1, 2});
   EXPECT_EQ(cache.Plan({0, 1}), std::nullopt);
 }
 
+// behaviour: G11, G12
 TEST(AdmissionPlanner, HolesAreFilledBeforeAnythingIsEvicted) {
   // Three parents of two children: two half-full and cached, one empty.
   Cache cache(3, {2, 1});
@@ -104,6 +109,7 @@ TEST(AdmissionPlanner, HolesAreFilledBeforeAnythingIsEvicted) {
   EXPECT_EQ(cache.Plan({2, 2}), (Victims{{0, 2}, {0, 4}}));
 }
 
+// behaviour: G8
 TEST(AdmissionPlanner, MergesTheOrdersOfAllGroups) {
   Cache cache(4, {1, 1});
   cache.Publish(0, {2, 4});

@@ -5,6 +5,7 @@
 namespace pdmesh {
 namespace {
 
+// behaviour: G3, H1
 TEST(GroupGeometry, GrowthUsesTheRoomBehindTheLastTokenFirst) {
   const GroupGeometry geometry(8, 4);
   const AcquirePlan first = geometry.PlanAcquire(0, {.extent_tokens = 2, .reserve_tokens = 0});
@@ -18,6 +19,7 @@ TEST(GroupGeometry, GrowthUsesTheRoomBehindTheLastTokenFirst) {
   EXPECT_EQ(third.tail_room, 3);
 }
 
+// behaviour: G3, H2
 TEST(GroupGeometry, AReserveIsRealBlocksAndIsConsumedWithoutAcquiring) {
   const GroupGeometry geometry(4, 4);
   const AcquirePlan first = geometry.PlanAcquire(0, {.extent_tokens = 1, .reserve_tokens = 8});
@@ -28,12 +30,14 @@ TEST(GroupGeometry, AReserveIsRealBlocksAndIsConsumedWithoutAcquiring) {
   EXPECT_EQ(next.tail_room, 3);
 }
 
+// behaviour: H4
 TEST(GroupGeometry, OneTokenPerBlockIsAsGoodAsAnyOther) {
   const GroupGeometry geometry(1, 1);
   EXPECT_EQ(geometry.slots_per_grain(), 1);
   EXPECT_EQ(geometry.PlanAcquire(0, {.extent_tokens = 5, .reserve_tokens = 1}).num_blocks, 6);
 }
 
+// behaviour: H5
 TEST(GroupGeometry, BlocksExpireWhenNoLaterQuerySeesThem) {
   const GroupGeometry sliding(2, 2, AttentionKind::kSlidingWindow, 4);
   const std::vector<std::pair<std::int64_t, std::int64_t>> expired = {
@@ -45,6 +49,7 @@ TEST(GroupGeometry, BlocksExpireWhenNoLaterQuerySeesThem) {
   EXPECT_EQ(GroupGeometry(4, 4).ExpiredBlocksAt(1000), 0);
 }
 
+// behaviour: G3
 TEST(GroupGeometry, ASuffixLeavesHolesBelowItsFirstSlot) {
   const GroupGeometry geometry(4, 2, AttentionKind::kSlidingWindow, 4);
   const AcquirePlan plan =

@@ -37,6 +37,7 @@ def test_a_sound_configuration_passes() -> None:
     _config().validate()
 
 
+@pytest.mark.behaviour("C1", "C2", "C3", "C4", "T2")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -120,6 +121,7 @@ def test_lru_is_the_policy_nobody_has_to_name() -> None:
     assert aged.eviction_policy == sc.EvictionPolicy.AGED_FREQUENCY
 
 
+@pytest.mark.behaviour("C1")
 def test_there_is_no_default_configuration() -> None:
     with pytest.raises(TypeError):
         sc.SchedulerConfig()  # type: ignore[call-arg]

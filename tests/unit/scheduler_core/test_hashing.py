@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def _reference_chain(tokens: Sequence[int], prefix_granularity: int, extra_keys:
     return digests
 
 
+@pytest.mark.behaviour("D1", "D4")
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), max_size=700),
     prefix_granularity=st.sampled_from([1, 2, 16, 64, 300]),

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -365,6 +366,7 @@ def play(
     return driver
 
 
+@pytest.mark.behaviour("A10", "B2", "I7", "T5")
 @settings(max_examples=120, deadline=None)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
@@ -385,6 +387,7 @@ def test_every_history_keeps_the_books_and_comes_to_rest(
     play(role, groups, seed, num_moves, verify_width, overlap_depth).come_to_rest()
 
 
+@pytest.mark.behaviour("T4")
 def test_equal_histories_give_equal_plans() -> None:
     for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
         for groups in (GROUP_MIXES[2], GROUP_MIXES[-1]):
@@ -393,6 +396,7 @@ def test_equal_histories_give_equal_plans() -> None:
             assert sum("r1" in line for line in logs[0]) > 0
 
 
+@pytest.mark.behaviour("J1")
 def test_requests_of_one_size_start_in_the_order_they_came() -> None:
     scheduler = sc.Scheduler(scheduler_config(num_lcm_blocks=9, max_batch_size=3, token_budget=9))
     names = [f"{(number * 7919) % 97:02d}" for number in range(40)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import scheduler_core as sc
 
 from .builders import Runtime, full_group, scheduler_config, spec
@@ -16,6 +18,7 @@ def _loads(table: list[int]) -> list[int]:
     return [sum((block_id - 1) % 2 == bucket for block_id in table) for bucket in (0, 1)]
 
 
+@pytest.mark.behaviour("R3")
 def test_a_table_is_balanced_over_its_owners_hits_and_reserve_included() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 12, max_new_tokens=9)])
@@ -31,6 +34,7 @@ def test_a_table_is_balanced_over_its_owners_hits_and_reserve_included() -> None
     assert _loads(table) == [2, 2]
 
 
+@pytest.mark.behaviour("R2", "R5")
 def test_balance_costs_no_parent_and_no_admission() -> None:
     runtime = _runtime(num_lcm_blocks=2)
     assert runtime.scheduler.max_request_tokens == 32
