@@ -117,5 +117,46 @@ TEST(AdmissionPlanner, MergesTheOrdersOfAllGroups) {
   EXPECT_EQ(cache.Plan({3, 0}), (Victims{{1, 3}, {0, 1}, {1, 4}}));
 }
 
+// behaviour: G4
+TEST(AdmissionPlanner, WithoutAnythingToEvictItFitsIfTheParentsThatHolesLeaveOutAreThere) {
+  Cache cache(3, {2, 1, 4});
+  const std::vector<CacheBlockRef> in_first = std::move(*cache.pool.Acquire(0, 1));
+  // One hole of the first group, two empty parents.
+  for (const auto& [need, fits] : std::vector<std::pair<std::vector<std::int64_t>, bool>>{
+           {{1, 2, 0}, true},
+           {{2, 1, 0}, true},
+           {{3, 1, 0}, true},
+           {{3, 2, 0}, false},
+           {{4, 1, 0}, false},
+           {{5, 0, 0}, true},
+           {{1, 1, 4}, true},
+           {{1, 1, 5}, false},
+           {{0, 3, 0}, false},
+       }) {
+    EXPECT_EQ(cache.Plan(need), fits ? std::optional(Victims()) : std::nullopt)
+        << need[0] << " " << need[1] << " " << need[2];
+  }
+}
+
+// behaviour: G8
+TEST(AdmissionPlanner, OfEqualRankTheLowerGroupAndBlockGoFirst) {
+  Cache cache(3, {1, 1});
+  cache.Publish(1, {5});
+  cache.Publish(0, {5, 5});
+  EXPECT_EQ(cache.Plan({3, 0}), (Victims{{0, 2}, {0, 3}, {1, 1}}));
+}
+
+// behaviour: G11
+TEST(AdmissionPlanner, OneChildThatIsHeldBlocksItsParentForOtherGroups) {
+  Cache cache(2, {2, 1});
+  std::vector<CacheBlockRef> blocks = cache.Publish(0, {1, 2});
+  blocks[1].Reset();
+  const std::vector<CacheBlockRef> rest = std::move(*cache.pool.Acquire(1, 1));
+  EXPECT_EQ(cache.Plan({0, 1}), std::nullopt);
+  EXPECT_EQ(cache.Plan({1, 0}), (Victims{{0, 2}})) << "its own group may have the slot";
+  blocks[0].Reset();
+  EXPECT_EQ(cache.Plan({0, 1}), (Victims{{0, 1}, {0, 2}}));
+}
+
 }  // namespace
 }  // namespace pdmesh

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 
 namespace pdmesh {
 namespace {
@@ -81,6 +83,21 @@ TEST(GrainChain, NeverHashesAGrainAgain) {
   tokens[0] = 77;  // would show if the grain were read again
   chain.ExtendTo(tokens, 2);
   EXPECT_EQ(chain.digests()[0], first);
+}
+
+// behaviour: D6
+TEST(PrefixHasher, ADigestIsItsRawBytes) {
+  static_assert(std::is_same_v<Digest, std::array<std::uint8_t, 32>> && sizeof(Digest) == 32);
+  EXPECT_EQ(HexOf(HashGrain({}, {}, {})).size(), 64u) << "text is made at the edge";
+}
+
+// behaviour: D4
+TEST(GrainChain, HashesFullGrainsOnly) {
+  const Tokens tokens = {1, 2, 3, 4, 5, 6, 7};
+  GrainChain chain(4, {});
+  chain.ExtendTo(tokens, 1);
+  ASSERT_EQ(chain.digests().size(), 1u);
+  EXPECT_EQ(chain.digests()[0], HashGrain({}, std::span(tokens).first(4), {}));
 }
 
 }  // namespace

@@ -135,5 +135,38 @@ TEST_F(PrefixIndexTest, ABlockUnderASecondKeyEndsTheProcess) {
   EXPECT_DEATH(index_.Register(Key(2), block, 1, 4), "second key");
 }
 
+// behaviour: D7
+TEST_F(PrefixIndexTest, OneDigestNamesEveryBlockOfItsGrain) {
+  const GroupKeySpace keys{.name_space = 0, .group = 0, .slots_per_grain = 4};  // grains of 8, blocks of 2
+  const std::vector<Digest> digests = {DigestOf(0), DigestOf(1)};
+  for (std::int64_t slot = 0; slot < 8; ++slot) {
+    const CacheKey key = keys.KeyOf(digests, slot);
+    EXPECT_EQ(key.digest, digests[static_cast<std::size_t>(slot / 4)]);
+    EXPECT_EQ(key.grain_offset, slot % 4);
+  }
+}
+
+// behaviour: D7
+TEST_F(PrefixIndexTest, AKeyOfAnotherGroupEndsTheProcess) {
+  CacheKey key = Key(1);
+  key.group = 1;
+  EXPECT_DEATH(index_.Register(key, Block(), 1, 4), "another group");
+}
+
+// behaviour: G9
+TEST_F(PrefixIndexTest, AnOlderEpochGoesFirstEvenIfItWasHit) {
+  BlockPool pool(4, {1});
+  PrefixCacheIndex open(pool, 0, Closure::kOpen);
+  for (const std::int32_t grain : {1, 2}) {
+    const CacheBlockRef block = std::move(pool.Acquire(0, 1)->front());
+    open.Register(Key(grain), block, static_cast<std::uint64_t>(grain), 4);
+    if (grain == 1) {
+      open.Touch(*open.Find(Key(1)), 1);
+    }
+  }
+  EXPECT_EQ((*open.eviction_order().begin())->key.digest, DigestOf(1));
+  EXPECT_TRUE((*open.eviction_order().begin())->was_hit);
+}
+
 }  // namespace
 }  // namespace pdmesh
