@@ -78,6 +78,24 @@ def test_the_last_chunk_computes_a_whole_window(
 
 
 @pytest.mark.behaviour("Q5")
+@pytest.mark.parametrize(("num_own_tokens", "rows"), [(6, [("x", 0, 14)]), (12, [("x", 0, 8), ("x", 8, 12)])])
+def test_a_shared_boundary_inside_the_last_window_is_passed_over(
+    num_own_tokens: int, rows: list[tuple[str, int, int]]
+) -> None:
+    groups = [
+        full_group(),
+        sliding_group("cached", window_tokens=3),
+        sliding_group("private", window_tokens=8, replayable=True),
+    ]
+    runtime = _runtime(cache_groups=groups)
+    runtime.scheduler.submit([spec("first", [*range(8), *range(500, 506)], max_new_tokens=1)])
+    runtime.run_until_idle()
+    runtime.finish("first")
+    runtime.scheduler.submit([spec("x", [*range(8), *range(700, 700 + num_own_tokens)], max_new_tokens=1)])
+    assert [row for _ in rows for row in rows_of(runtime.step())] == rows
+
+
+@pytest.mark.behaviour("Q5")
 def test_a_prompt_waits_for_the_budget_of_its_window() -> None:
     runtime = _runtime(token_budget=16)
     runtime.scheduler.submit([spec("long", range(500, 512), max_new_tokens=1), spec("x", 6, max_new_tokens=1)])
