@@ -196,7 +196,7 @@ TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone
   }
 }
 
-// behaviour: L5
+// behaviour: K15, L5
 TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 8,

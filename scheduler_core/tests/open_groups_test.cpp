@@ -386,7 +386,7 @@ TEST(BlockReserve, PublishedBlocksStayCachedWhileThereIsRoom) {
   EXPECT_EQ(coordinator.num_cached_lcm_blocks(), 1);
 }
 
-// behaviour: G14
+// behaviour: G14, K14
 TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   CacheCoordinator coordinator(kGrain, 4, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -403,7 +403,7 @@ TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   EXPECT_EQ(coordinator.reserve().num_promised(0), 4);
 }
 
-// behaviour: T1
+// behaviour: K14, T1
 TEST(BlockReserve, AnAdmissionThatWouldBreakAPromiseFailsAndChangesNothing) {
   CacheCoordinator coordinator(kGrain, 3, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);

@@ -57,6 +57,19 @@ def test_a_request_without_a_free_slot_waits_and_holds_nothing() -> None:
     assert [grant.request_id for grant in runtime.plan().remote_prefills] == ["c"]
 
 
+@pytest.mark.behaviour("K16")
+def test_a_reserve_is_nobody_elses_and_an_exact_fit_fits_again_after_an_abort() -> None:
+    runtime = _runtime(num_lcm_blocks=8)
+    runtime.scheduler.submit([spec("a", 4, max_new_tokens=4)])
+    runtime.step()
+    runtime.scheduler.submit([spec("exact", range(50, 74), max_new_tokens=8)])
+    assert runtime.scheduler.max_request_tokens == 32
+    for _ in range(2):
+        assert "exact" not in runtime.step().request_ids
+    runtime.scheduler.advance([sc.AbortEvent("a")])
+    assert runtime.step().request_ids == ["exact"]
+
+
 @pytest.mark.behaviour("B4")
 def test_a_request_keeps_its_slot_from_its_first_chunk_to_its_last_step() -> None:
     runtime = _runtime(token_budget=4)

@@ -43,3 +43,13 @@ def test_balance_costs_no_parent_and_no_admission() -> None:
     assert runtime.scheduler.block_tables("a")[0].tolist() == [1, 2, 3]
     assert runtime.scheduler.block_tables("b")[0].tolist() == [4, 5, 7, 6, 8]
     assert runtime.scheduler.capacity().empty_lcm_blocks == 0
+
+
+@pytest.mark.behaviour("R2")
+def test_tables_and_zero_lists_count_the_blocks_of_all_owners() -> None:
+    runtime = _runtime(num_lcm_blocks=3)
+    runtime.scheduler.submit([spec("a", 40, max_new_tokens=8)])
+    plan = runtime.step()
+    ids = list(range(1, 13))
+    assert sorted(plan.block_tables[0][0].tolist()) == ids, "three parents of four, two for each owner"
+    assert sorted(plan.zero_blocks[0].tolist()) == ids

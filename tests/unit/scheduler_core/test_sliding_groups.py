@@ -139,6 +139,7 @@ def test_a_shared_boundary_does_not_stop_a_prompt_whose_budget_is_below_a_grain(
     assert runtime.admissions == {"first": 0, "second": 8}
 
 
+@pytest.mark.behaviour("K14")
 def test_an_admitted_request_never_waits_for_a_block_whoever_shares_its_prefix() -> None:
     groups = [full_group(), sliding_group(window_tokens=9)]
     runtime = _runtime(num_lcm_blocks=48, token_budget=16, cache_groups=groups)
