@@ -43,6 +43,15 @@ def test_a_prompt_with_too_little_budget_for_a_grain_waits_and_is_not_blocked() 
     assert rows_of(runtime.step()) == [("b", 0, 4)]
 
 
+@pytest.mark.behaviour("J5")
+def test_an_incomplete_prompt_ends_the_line_also_with_budget_left() -> None:
+    runtime = _runtime(token_budget=10, num_lcm_blocks=40, cache_groups=[full_group(), state_group()])
+    runtime.scheduler.submit([spec("a", 20, max_new_tokens=1), spec("b", [90], max_new_tokens=1)])
+    assert rows_of(runtime.step()) == [("a", 0, 8)], "two tokens are left, which b would fit in"
+    assert rows_of(runtime.step()) == [("a", 8, 8)]
+    assert rows_of(runtime.step()) == [("a", 16, 4), ("b", 0, 1)]
+
+
 @pytest.mark.behaviour("B4")
 def test_a_request_without_a_free_slot_waits_and_holds_nothing() -> None:
     runtime = _runtime(sc.Role.DECODE, max_batch_size=1)

@@ -131,6 +131,7 @@ def test_a_prompt_is_stopped_where_others_share_it_and_the_next_one_hits_there()
     ("prompt", "token_budget", "expected"),
     [
         (60, 24, [(16, 32), (32, 56), (56, 60)]),
+        (60, 12, [(16, 28), (28, 32), (32, 44), (44, 56), (56, 60)]),
         (40, 8, [(16, 24), (24, 32), (32, 40)]),
         (40, 10, [(16, 24), (24, 32), (32, 40)]),
     ],
