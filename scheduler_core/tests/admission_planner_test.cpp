@@ -55,6 +55,7 @@ class Cache {
 
 using Victims = std::vector<std::pair<std::int32_t, std::int32_t>>;
 
+// behaviour: G11
 TEST(AdmissionPlanner, EvictsNothingWhileEmptyParentsAreLeft) {
   Cache cache(3, {1});
   cache.Publish(0, {1, 2});
@@ -67,6 +68,7 @@ TEST(AdmissionPlanner, EvictsTheOldestEpochs) {
   EXPECT_EQ(cache.Plan({2}), (Victims{{0, 2}, {0, 3}}));
 }
 
+// behaviour: G7
 TEST(AdmissionPlanner, TakesNoBlockThatSomeoneHolds) {
   Cache cache(2, {1});
   const std::vector<CacheBlockRef> held = cache.Publish(0, {1});
@@ -75,6 +77,7 @@ TEST(AdmissionPlanner, TakesNoBlockThatSomeoneHolds) {
   EXPECT_EQ(cache.Plan({2}), std::nullopt);
 }
 
+// behaviour: G10
 TEST(AdmissionPlanner, LeavesOutVictimsThatTurnOutNotToBeNeeded) {
   // Parent 1 (two children of group 0) holds epochs 1 and 3, parent 2 epoch 2. Group 1 needs a whole parent.
   Cache cache(2, {2, 1});
@@ -83,12 +86,14 @@ TEST(AdmissionPlanner, LeavesOutVictimsThatTurnOutNotToBeNeeded) {
   EXPECT_EQ(cache.Plan({0, 1}), (Victims{{0, 3}}));
 }
 
+// behaviour: G11
 TEST(AdmissionPlanner, AParentChangesGroupOnlyWhenAllItsChildrenAreGone) {
   Cache cache(1, {2, 1});
   const std::vector<CacheBlockRef> blocks = cache.Publish(0, {1, 2});
   EXPECT_EQ(cache.Plan({0, 1}), std::nullopt);
 }
 
+// behaviour: G11, G12
 TEST(AdmissionPlanner, HolesAreFilledBeforeAnythingIsEvicted) {
   // Three parents of two children: two half-full and cached, one empty.
   Cache cache(3, {2, 1});
@@ -104,11 +109,53 @@ TEST(AdmissionPlanner, HolesAreFilledBeforeAnythingIsEvicted) {
   EXPECT_EQ(cache.Plan({2, 2}), (Victims{{0, 2}, {0, 4}}));
 }
 
+// behaviour: G8
 TEST(AdmissionPlanner, MergesTheOrdersOfAllGroups) {
   Cache cache(4, {1, 1});
   cache.Publish(0, {2, 4});
   cache.Publish(1, {1, 3});
   EXPECT_EQ(cache.Plan({3, 0}), (Victims{{1, 3}, {0, 1}, {1, 4}}));
+}
+
+// behaviour: G4
+TEST(AdmissionPlanner, WithoutAnythingToEvictItFitsIfTheParentsThatHolesLeaveOutAreThere) {
+  Cache cache(3, {2, 1, 4});
+  const std::vector<CacheBlockRef> in_first = std::move(*cache.pool.Acquire(0, 1));
+  // One hole of the first group, two empty parents.
+  for (const auto& [need, fits] : std::vector<std::pair<std::vector<std::int64_t>, bool>>{
+           {{1, 2, 0}, true},
+           {{2, 1, 0}, true},
+           {{3, 1, 0}, true},
+           {{3, 2, 0}, false},
+           {{4, 1, 0}, false},
+           {{5, 0, 0}, true},
+           {{1, 1, 4}, true},
+           {{1, 1, 5}, false},
+           {{0, 3, 0}, false},
+       }) {
+    EXPECT_EQ(cache.Plan(need), fits ? std::optional(Victims()) : std::nullopt)
+        << need[0] << " " << need[1] << " " << need[2];
+  }
+}
+
+// behaviour: G8
+TEST(AdmissionPlanner, OfEqualRankTheLowerGroupAndBlockGoFirst) {
+  Cache cache(3, {1, 1});
+  cache.Publish(1, {5});
+  cache.Publish(0, {5, 5});
+  EXPECT_EQ(cache.Plan({3, 0}), (Victims{{0, 2}, {0, 3}, {1, 1}}));
+}
+
+// behaviour: G11
+TEST(AdmissionPlanner, OneChildThatIsHeldBlocksItsParentForOtherGroups) {
+  Cache cache(2, {2, 1});
+  std::vector<CacheBlockRef> blocks = cache.Publish(0, {1, 2});
+  blocks[1].Reset();
+  const std::vector<CacheBlockRef> rest = std::move(*cache.pool.Acquire(1, 1));
+  EXPECT_EQ(cache.Plan({0, 1}), std::nullopt);
+  EXPECT_EQ(cache.Plan({1, 0}), (Victims{{0, 2}})) << "its own group may have the slot";
+  blocks[0].Reset();
+  EXPECT_EQ(cache.Plan({0, 1}), (Victims{{0, 1}, {0, 2}}));
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ class Recorder final : public SharingObserver {
   std::vector<std::int32_t> events;
 };
 
+// behaviour: A2
 TEST(BlockPool, FreedParentsAreReopenedInTheOrderTheyBecameEmpty) {
   BlockPool pool(5, {1, 1});
   Refs blocks = Take(pool, 0, 4);
@@ -44,6 +45,7 @@ TEST(BlockPool, FreedParentsAreReopenedInTheOrderTheyBecameEmpty) {
   EXPECT_EQ(IdsOf(Take(pool, 1, 3)), (std::vector<std::int32_t>{5, 3, 1}));
 }
 
+// behaviour: A4
 TEST(BlockPool, FillsTheFullestPartialParentBeforeOpeningAnother) {
   BlockPool pool(4, {3});
   Refs blocks = Take(pool, 0, 4);  // parent 1 full, parent 2 holds one
@@ -53,6 +55,7 @@ TEST(BlockPool, FillsTheFullestPartialParentBeforeOpeningAnother) {
 }
 
 // Two shards hold the blocks cyclically: odd ids lie in bucket 0, even ones in bucket 1.
+// behaviour: R5
 TEST(BlockPool, ABalancedPlacementNeverOpensAParentBeforeTheHolesAreUsed) {
   BlockPool pool(3, {4}, {2});
   const Refs first = Take(pool, 0, 3);
@@ -60,6 +63,7 @@ TEST(BlockPool, ABalancedPlacementNeverOpensAParentBeforeTheHolesAreUsed) {
   EXPECT_EQ(IdsOf(Take(pool, 0, 2)), (std::vector<std::int32_t>{4, 5}));
 }
 
+// behaviour: R1, R4
 TEST(BlockPool, TakesTheLeastLoadedBucketThatHasAHole) {
   BlockPool pool(3, {4}, {2});
   Refs all = Take(pool, 0, 8);
@@ -75,6 +79,7 @@ TEST(BlockPool, TakesTheLeastLoadedBucketThatHasAHole) {
       << "the fullest parent of each bucket in turn";
 }
 
+// behaviour: R6
 TEST(BlockPool, EveryHoleOfAllShardsCountsAndAFailureChangesNothing) {
   BlockPool pool(2, {6}, {3});
   Refs blocks = Take(pool, 0, 11);
@@ -111,6 +116,7 @@ TEST(BlockPool, ShardsAreReusedInAnyOrderOfReleases) {
   EXPECT_EQ(pool.num_empty_lcm_blocks(), 40);
 }
 
+// behaviour: A6
 TEST(BlockPool, NumbersBlocksByParentAndSlot) {
   BlockPool pool(2, {8, 1});
   EXPECT_EQ(IdsOf(Take(pool, 0, 9)), (std::vector<std::int32_t>{1, 2, 3, 4, 5, 6, 7, 8, 9}));
@@ -120,6 +126,7 @@ TEST(BlockPool, NumbersBlocksByParentAndSlot) {
   EXPECT_EQ(pool.PlaceOf(0, 9).slot, 0);
 }
 
+// behaviour: A5
 TEST(BlockPool, AcquiresAllOrNothing) {
   BlockPool pool(2, {2, 1});
   const Refs one = Take(pool, 0, 1);
@@ -130,6 +137,7 @@ TEST(BlockPool, AcquiresAllOrNothing) {
   EXPECT_EQ(Take(pool, 0, 3).size(), 3u);
 }
 
+// behaviour: A2
 TEST(BlockPool, TheLastChildUnbindsItsParent) {
   BlockPool pool(1, {2, 4});
   {
@@ -142,10 +150,12 @@ TEST(BlockPool, TheLastChildUnbindsItsParent) {
   EXPECT_EQ(Take(pool, 1, 4).size(), 4u);
 }
 
+// behaviour: A6
 TEST(BlockPool, RefusesIdsBeyondInt32) {
   EXPECT_THROW(BlockPool(1 << 30, {4}), std::invalid_argument);
 }
 
+// behaviour: A11
 TEST(BlockPoolDeathTest, DestroyingAPoolWithLiveReferencesEndsTheProcess) {
   EXPECT_DEATH(
       {
@@ -156,6 +166,7 @@ TEST(BlockPoolDeathTest, DestroyingAPoolWithLiveReferencesEndsTheProcess) {
       "references");
 }
 
+// behaviour: B1
 TEST(CacheBlockRef, TheLastReferenceFreesItsSlot) {
   BlockPool pool(1, {1});
   Refs blocks = Take(pool, 0, 1);
@@ -171,6 +182,7 @@ TEST(CacheBlockRef, TheLastReferenceFreesItsSlot) {
   EXPECT_EQ(pool.num_empty_lcm_blocks(), 1);
 }
 
+// behaviour: B1
 TEST(CacheBlockRef, AssignmentReleasesWhatItHeld) {
   BlockPool pool(2, {1});
   Refs blocks = Take(pool, 0, 2);
@@ -179,6 +191,7 @@ TEST(CacheBlockRef, AssignmentReleasesWhatItHeld) {
   EXPECT_EQ(blocks[0].block_id(), 2);
 }
 
+// behaviour: B1
 TEST(CacheBlockRef, SwapAndMoveNeverPassThroughFree) {
   BlockPool pool(2, {1});
   Refs blocks = Take(pool, 0, 2);
@@ -188,6 +201,7 @@ TEST(CacheBlockRef, SwapAndMoveNeverPassThroughFree) {
   EXPECT_EQ(third.block_id(), 2);
 }
 
+// behaviour: A9
 TEST(BlockPool, ReportsWhenAWatchedBlockIsSharedAndWhenItsWatcherIsAlone) {
   BlockPool pool(1, {1});
   Recorder recorder;
@@ -222,6 +236,7 @@ TEST(BlockPool, AParentIsWatchedOnlyWhileEveryChildIs) {
   EXPECT_EQ(pool.num_watched_only_lcm_blocks(0), 0);
 }
 
+// behaviour: H1, H3
 TEST(BlockTable, KeepsAbsoluteSlotsAndTurnsReleasedOnesIntoHoles) {
   BlockPool pool(3, {1});
   BlockTable table;
@@ -237,6 +252,7 @@ TEST(BlockTable, KeepsAbsoluteSlotsAndTurnsReleasedOnesIntoHoles) {
   EXPECT_EQ(pool.num_empty_lcm_blocks(), 3);
 }
 
+// behaviour: H3
 TEST(BlockTable, ReleasesFromTheLastSlotToTheFirst) {
   BlockPool pool(3, {1});
   {

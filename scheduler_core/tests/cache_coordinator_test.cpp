@@ -48,6 +48,7 @@ TEST(CacheCoordinator, AHitIsWhatEveryGroupBacks) {
   EXPECT_EQ(coordinator->ProbePrefix(ChainOf(2, 4), 4).hit_tokens, 0);
 }
 
+// behaviour: E1
 TEST(CacheCoordinator, ProbingChangesNothing) {
   const auto coordinator = TwoGroups(64);
   const std::vector<Digest> digests = ChainOf(1, 2);
@@ -67,6 +68,7 @@ TEST(CacheCoordinator, ProbingChangesNothing) {
   EXPECT_EQ(coordinator->num_cached_lcm_blocks(), cached);
 }
 
+// behaviour: E1, G17, T1
 TEST(CacheCoordinator, AFailedAdmissionChangesNothing) {
   const auto coordinator = TwoGroups(8);
   const std::vector<Digest> digests = ChainOf(1, 1);
@@ -90,6 +92,7 @@ TEST(CacheCoordinator, AFailedAdmissionChangesNothing) {
       << "the probe serves a retry";
 }
 
+// behaviour: G6
 TEST(CacheCoordinator, HitsAreProtectedFromTheirOwnAdmission) {
   const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
   CacheCoordinator coordinator(4, 4, {full});
@@ -111,6 +114,7 @@ TEST(CacheCoordinator, HitsAreProtectedFromTheirOwnAdmission) {
   EXPECT_TRUE(std::ranges::equal(tables[0].block_ids(), std::vector<std::int32_t>{1, 2, 4, 3}));
 }
 
+// behaviour: D8
 TEST(CacheCoordinator, PublishingADuplicateDropsItForTheCanonicalBlock) {
   const CacheGroupSpec full{.group_id = "full", .block_granularity = 4, .cache_blocks_per_lcm_block = 1};
   CacheCoordinator coordinator(4, 4, {full});
@@ -205,6 +209,7 @@ TEST(AgedFrequencyInTheCache, WhatIsPublishedLateIsWorthWhatItWasAtItsAdmission)
   EXPECT_EQ(cache.Values(), (Values{1, 1, 2, 2}));
 }
 
+// behaviour: T1
 TEST(AgedFrequencyInTheCache, AFailedAdmissionCountsNoUse) {
   AgedCache cache(2);
   cache.Serve(ChainOf(1, 2));

@@ -51,7 +51,7 @@ std::vector<std::int64_t> StateSlots(const CapacityModel& model, std::size_t gro
 
 using Slots = std::vector<std::int64_t>;
 
-// behaviour: K5
+// behaviour: K4, K5
 TEST(CapacityModel, TheBoundOfADecodeNodeCoversAPromptThatIsComputedThere) {
   SchedulerConfig config = Config(Role::kDecode, 32, 1024, {Sliding(32, 513)});
   const CapacityModel model(config);
@@ -164,6 +164,7 @@ TEST(CapacityModel, TheDemandNeverFallsWithTheLength) {
   }
 }
 
+// behaviour: H13
 TEST(CapacityModel, TheEndOfAPromptIsNotCutIntoBodyAndTail) {
   const CapacityModel model(Config(Role::kFused, 128, 4096, {Full(128), State(128), State(32)}));
   const PromptSpan span{.begin_tokens = 1280,
@@ -176,6 +177,7 @@ TEST(CapacityModel, TheEndOfAPromptIsNotCutIntoBodyAndTail) {
   EXPECT_EQ(StateSlots(model, 2, 32, span), (Slots{47, 48, 49, 50, 51, 52}));
 }
 
+// behaviour: H14
 TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone) {
   const CapacityModel coarse(Config(Role::kFused, 4, 64, {State(4)}));
   PromptSpan span{.begin_tokens = 0,
@@ -194,6 +196,7 @@ TEST(CapacityModel, AChunkThatEndsOnAGrainBoundaryMaterialisesItsFinalStateAlone
   }
 }
 
+// behaviour: K15, L5
 TEST(CapacityModel, AStateTableHoldsAReserveBehindThePromptWhereItIsContinued) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 8,

@@ -92,6 +92,7 @@ std::vector<std::int64_t> CachedSlots(const CacheCoordinator& coordinator, std::
   return slots;
 }
 
+// behaviour: E6
 TEST(OpenGroups, SlidingGroupsConvergeOnACommonBoundaryWhicheverComesFirst) {
   for (const bool x_comes_first : {true, false}) {
     CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(10), Sliding(10)});
@@ -115,6 +116,7 @@ TEST(OpenGroups, SlidingGroupsConvergeOnACommonBoundaryWhicheverComesFirst) {
   }
 }
 
+// behaviour: E7
 TEST(OpenGroups, OneEmptyGroupLeavesNoHit) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(10), State()});
   const std::vector<Digest> digests = ChainOf(1);
@@ -122,6 +124,7 @@ TEST(OpenGroups, OneEmptyGroupLeavesNoHit) {
   EXPECT_EQ(coordinator.ProbePrefix(digests, kNumGrains).hit_tokens, 0);
 }
 
+// behaviour: E8, E9
 TEST(OpenGroups, WhatTheClosedGroupsAloneBackIsToldApart) {
   CacheCoordinator coordinator(kGrain, 200, {State(), Full()});
   const std::vector<Digest> digests = ChainOf(1);
@@ -136,6 +139,7 @@ TEST(OpenGroups, WhatTheClosedGroupsAloneBackIsToldApart) {
   EXPECT_EQ(open_only.ProbePrefix(digests, kNumGrains).closed_tokens, 0);
 }
 
+// behaviour: E11
 TEST(OpenGroups, AStateDoesNotLimitWhatAPeerIsAskedFor) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), State()});
   const std::vector<Digest> digests = ChainOf(1);
@@ -159,6 +163,7 @@ bool Backs(const CacheCoordinator& coordinator, std::int32_t group, const std::v
   return true;
 }
 
+// behaviour: E5, E7, T8
 TEST(OpenGroups, AHitIsTheHighestBoundaryThatEveryGroupBacksAlone) {
   std::mt19937 chance(7);
   const std::vector<std::vector<CacheGroupSpec>> mixes = {
@@ -202,6 +207,7 @@ TEST(OpenGroups, AHitIsTheHighestBoundaryThatEveryGroupBacksAlone) {
   EXPECT_GT(num_hits, 50);
 }
 
+// behaviour: H9
 TEST(OpenGroups, ASlidingGroupPublishesItsLookbackBeforeTheNewestBoundary) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(9)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -218,6 +224,7 @@ TEST(OpenGroups, ASlidingGroupPublishesItsLookbackBeforeTheNewestBoundary) {
       << "the run before the boundary reaches across what was new";
 }
 
+// behaviour: H9
 TEST(OpenGroups, HolesAreNotPublished) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(9)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -225,6 +232,7 @@ TEST(OpenGroups, HolesAreNotPublished) {
   EXPECT_TRUE(CachedSlots(coordinator, 1, digests).empty());
 }
 
+// behaviour: H15, H16
 TEST(OpenGroups, AStateIsPublishedOnlyWhereItWasRecordedAndIsWorthIt) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), State()});
   const std::vector<Digest> digests = ChainOf(1);
@@ -246,6 +254,7 @@ TEST(OpenGroups, AStateIsPublishedOnlyWhereItWasRecordedAndIsWorthIt) {
   EXPECT_EQ(publish(5, 6, BoundaryKind::kPromoted, 24), (Slots{4, 5}));
 }
 
+// behaviour: G8, G9
 TEST(OpenGroups, OfOneEpochChanceBoundariesGoBeforeOthersAndClosedPrefixesLast) {
   BlockPool pool(16, {1, 1});
   PrefixCacheIndex full(pool, 0, Closure::kClosed);
@@ -280,6 +289,7 @@ TEST(OpenGroups, OfOneEpochChanceBoundariesGoBeforeOthersAndClosedPrefixesLast) 
   EXPECT_EQ(order, expected);
 }
 
+// behaviour: G8
 TEST(OpenGroups, AHitEntryIsEstablished) {
   BlockPool pool(4, {1});
   PrefixCacheIndex index(pool, 0, Closure::kOpen);
@@ -300,6 +310,7 @@ TEST(OpenGroups, AHitEntryIsEstablished) {
   EXPECT_EQ(RankOf(*index.Find(key(1))).tier, EvictionTier::kProbationary);
 }
 
+// behaviour: D8
 TEST(OpenGroups, PublishingAgainMayRaiseTheKindAndNeverLowersIt) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -352,6 +363,7 @@ struct Slider {
 
 const PrefixProbe kNoHit{.hits = {{}}};
 
+// behaviour: G7, G13, G14
 TEST(BlockReserve, WhatSlidOutPaysForTheSameAdmissionEvenWhenItWasPublished) {
   CacheCoordinator coordinator(kGrain, 2, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -363,6 +375,7 @@ TEST(BlockReserve, WhatSlidOutPaysForTheSameAdmissionEvenWhenItWasPublished) {
   EXPECT_EQ(slider.ids(), (std::vector<std::int32_t>{0, 0, 1, 2}));
 }
 
+// behaviour: G13, H8
 TEST(BlockReserve, PublishedBlocksStayCachedWhileThereIsRoom) {
   CacheCoordinator coordinator(kGrain, 4, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -373,6 +386,7 @@ TEST(BlockReserve, PublishedBlocksStayCachedWhileThereIsRoom) {
   EXPECT_EQ(coordinator.num_cached_lcm_blocks(), 1);
 }
 
+// behaviour: G14, K14
 TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   CacheCoordinator coordinator(kGrain, 4, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -389,6 +403,7 @@ TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   EXPECT_EQ(coordinator.reserve().num_promised(0), 4);
 }
 
+// behaviour: K14, T1
 TEST(BlockReserve, AnAdmissionThatWouldBreakAPromiseFailsAndChangesNothing) {
   CacheCoordinator coordinator(kGrain, 3, {Sliding(5)});
   const std::vector<Digest> digests = ChainOf(1);
@@ -416,6 +431,7 @@ TEST(BlockReserve, EverythingComesBackAtTheEnd) {
   EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 6);
 }
 
+// behaviour: G17, T2
 TEST(BlockReserve, TakingMoreThanWasPromisedEndsTheProcess) {
   CacheCoordinator coordinator(kGrain, 6, {Sliding(5)});
   Slider slider(coordinator, kNoHit, 8);

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 
 namespace pdmesh {
 namespace {
@@ -11,10 +13,12 @@ namespace {
 using Tokens = std::vector<std::int32_t>;
 using Keys = std::vector<std::string>;
 
+// behaviour: D2
 TEST(PrefixHasher, AnEmptyGrainHasTheKnownDigest) {
   EXPECT_EQ(HexOf(HashGrain({}, {}, {})), "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc");
 }
 
+// behaviour: D3
 TEST(PrefixHasher, ExtraKeysAreToldApartByTheirBorders) {
   const Tokens tokens = {1, 2};
   const Digest two_one = HashGrain({}, tokens, Keys{"ab", "c"});
@@ -25,6 +29,7 @@ TEST(PrefixHasher, ExtraKeysAreToldApartByTheirBorders) {
   EXPECT_NE(one_two, joined);
 }
 
+// behaviour: D3
 TEST(PrefixHasher, APreviousDigestIsNotMistakenForTokensOfTheSameBytes) {
   const Digest previous = HashGrain({}, Tokens{1}, {});
   Tokens same_bytes(8);
@@ -32,6 +37,7 @@ TEST(PrefixHasher, APreviousDigestIsNotMistakenForTokensOfTheSameBytes) {
   EXPECT_NE(HashGrain(previous, {}, {}), HashGrain({}, same_bytes, {}));
 }
 
+// behaviour: D3
 TEST(PrefixHasher, AKeyIsNotMistakenForTrailingTokens) {
   const std::string key(4, '\x01');
   Tokens tokens = {9, 1, 4};
@@ -41,6 +47,7 @@ TEST(PrefixHasher, AKeyIsNotMistakenForTrailingTokens) {
   EXPECT_NE(HashGrain({}, Tokens{9}, Keys{key}), HashGrain({}, tokens, {}));
 }
 
+// behaviour: D4
 TEST(GrainChain, OneChangedTokenChangesAllLaterDigestsAndNoEarlierOne) {
   Tokens tokens(12);
   std::iota(tokens.begin(), tokens.end(), 0);
@@ -54,6 +61,7 @@ TEST(GrainChain, OneChangedTokenChangesAllLaterDigestsAndNoEarlierOne) {
   EXPECT_NE(before.digests()[2], after.digests()[2]);
 }
 
+// behaviour: D4
 TEST(GrainChain, ContinuingEqualsHashingAtOnce) {
   Tokens tokens(40);
   std::iota(tokens.begin(), tokens.end(), 3);
@@ -66,6 +74,7 @@ TEST(GrainChain, ContinuingEqualsHashingAtOnce) {
   EXPECT_TRUE(std::ranges::equal(at_once.digests(), in_steps.digests()));
 }
 
+// behaviour: D5
 TEST(GrainChain, NeverHashesAGrainAgain) {
   Tokens tokens = {1, 2, 3, 4};
   GrainChain chain(2, {});
@@ -74,6 +83,21 @@ TEST(GrainChain, NeverHashesAGrainAgain) {
   tokens[0] = 77;  // would show if the grain were read again
   chain.ExtendTo(tokens, 2);
   EXPECT_EQ(chain.digests()[0], first);
+}
+
+// behaviour: D6
+TEST(PrefixHasher, ADigestIsItsRawBytes) {
+  static_assert(std::is_same_v<Digest, std::array<std::uint8_t, 32>> && sizeof(Digest) == 32);
+  EXPECT_EQ(HexOf(HashGrain({}, {}, {})).size(), 64u) << "text is made at the edge";
+}
+
+// behaviour: D4
+TEST(GrainChain, HashesFullGrainsOnly) {
+  const Tokens tokens = {1, 2, 3, 4, 5, 6, 7};
+  GrainChain chain(4, {});
+  chain.ExtendTo(tokens, 1);
+  ASSERT_EQ(chain.digests().size(), 1u);
+  EXPECT_EQ(chain.digests()[0], HashGrain({}, std::span(tokens).first(4), {}));
 }
 
 }  // namespace

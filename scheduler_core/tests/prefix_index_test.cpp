@@ -29,6 +29,7 @@ class PrefixIndexTest : public testing::Test {
   PrefixCacheIndex index_{pool_, 0};
 };
 
+// behaviour: D7
 TEST_F(PrefixIndexTest, AllFourPartsOfAKeyAreIdentity) {
   index_.Register(Key(1, 0), Block(), 1, 4);
   CacheKey other = Key(1, 0);
@@ -42,6 +43,7 @@ TEST_F(PrefixIndexTest, AllFourPartsOfAKeyAreIdentity) {
   EXPECT_EQ(index_.Find(other), nullptr);
 }
 
+// behaviour: D8
 TEST_F(PrefixIndexTest, ATakenKeyKeepsItsCanonicalBlock) {
   const CacheBlockRef first = Block();
   const CacheBlockRef duplicate = Block();
@@ -51,6 +53,7 @@ TEST_F(PrefixIndexTest, ATakenKeyKeepsItsCanonicalBlock) {
   EXPECT_EQ(index_.Find(Key(1))->epoch, 2u);
 }
 
+// behaviour: D8
 TEST_F(PrefixIndexTest, PublishingAgainNeverMakesAnEntryOlder) {
   const CacheBlockRef block = Block();
   index_.Register(Key(1), block, 5, 4);
@@ -58,6 +61,7 @@ TEST_F(PrefixIndexTest, PublishingAgainNeverMakesAnEntryOlder) {
   EXPECT_EQ(index_.Find(Key(1))->epoch, 5u);
 }
 
+// behaviour: A9, G7
 TEST_F(PrefixIndexTest, OnlyBlocksThatNobodyElseHoldsAreEvictable) {
   CacheBlockRef held = Block();
   index_.Register(Key(1), held, 1, 4);
@@ -68,6 +72,7 @@ TEST_F(PrefixIndexTest, OnlyBlocksThatNobodyElseHoldsAreEvictable) {
   EXPECT_EQ(index_.num_evictable(), 0);
 }
 
+// behaviour: G8
 TEST_F(PrefixIndexTest, OldEpochsGoFirstAndDeepBlocksBeforeShallowOnes) {
   index_.Register(Key(1), Block(), 2, 4);   // block 1
   index_.Register(Key(2), Block(), 2, 8);   // block 2
@@ -111,6 +116,7 @@ TEST_F(PrefixIndexTest, EvictingFreesTheBlock) {
   EXPECT_EQ(index_.Find(Key(1)), nullptr);
 }
 
+// behaviour: E3
 TEST_F(PrefixIndexTest, FullAttentionMatchesFromTheLeftToTheFirstMiss) {
   const GroupKeySpace keys{.name_space = 0, .group = 0, .slots_per_grain = 2};
   const std::vector<Digest> digests = {DigestOf(0), DigestOf(1), DigestOf(2)};
@@ -122,10 +128,44 @@ TEST_F(PrefixIndexTest, FullAttentionMatchesFromTheLeftToTheFirstMiss) {
       << "bounded by the grains asked for";
 }
 
+// behaviour: D8
 TEST_F(PrefixIndexTest, ABlockUnderASecondKeyEndsTheProcess) {
   const CacheBlockRef block = Block();
   index_.Register(Key(1), block, 1, 4);
   EXPECT_DEATH(index_.Register(Key(2), block, 1, 4), "second key");
+}
+
+// behaviour: D7
+TEST_F(PrefixIndexTest, OneDigestNamesEveryBlockOfItsGrain) {
+  const GroupKeySpace keys{.name_space = 0, .group = 0, .slots_per_grain = 4};  // grains of 8, blocks of 2
+  const std::vector<Digest> digests = {DigestOf(0), DigestOf(1)};
+  for (std::int64_t slot = 0; slot < 8; ++slot) {
+    const CacheKey key = keys.KeyOf(digests, slot);
+    EXPECT_EQ(key.digest, digests[static_cast<std::size_t>(slot / 4)]);
+    EXPECT_EQ(key.grain_offset, slot % 4);
+  }
+}
+
+// behaviour: D7
+TEST_F(PrefixIndexTest, AKeyOfAnotherGroupEndsTheProcess) {
+  CacheKey key = Key(1);
+  key.group = 1;
+  EXPECT_DEATH(index_.Register(key, Block(), 1, 4), "another group");
+}
+
+// behaviour: G9
+TEST_F(PrefixIndexTest, AnOlderEpochGoesFirstEvenIfItWasHit) {
+  BlockPool pool(4, {1});
+  PrefixCacheIndex open(pool, 0, Closure::kOpen);
+  for (const std::int32_t grain : {1, 2}) {
+    const CacheBlockRef block = std::move(pool.Acquire(0, 1)->front());
+    open.Register(Key(grain), block, static_cast<std::uint64_t>(grain), 4);
+    if (grain == 1) {
+      open.Touch(*open.Find(Key(1)), 1);
+    }
+  }
+  EXPECT_EQ((*open.eviction_order().begin())->key.digest, DigestOf(1));
+  EXPECT_TRUE((*open.eviction_order().begin())->was_hit);
 }
 
 }  // namespace

@@ -50,26 +50,31 @@ TEST_F(SlidingWindowMatcherTest, AWindowOfTenOverBlocksOfFourLooksBackThree) {
   EXPECT_EQ(LookbackOf(1), 0);
 }
 
+// behaviour: E4
 TEST_F(SlidingWindowMatcherTest, ARunOfTheWholeLookbackBacksItsBoundary) {
   Cache({1, 2, 3});
   EXPECT_EQ(Match(5, 3), HitRun(1, 4));
 }
 
+// behaviour: E3, E4
 TEST_F(SlidingWindowMatcherTest, AShorterRunBacksABoundaryIfItReachesTheFloor) {
   Cache({0, 1, 3, 4});
   EXPECT_EQ(Match(5, 3), HitRun(0, 2));
 }
 
+// behaviour: E4
 TEST_F(SlidingWindowMatcherTest, ARunBeyondTheBoundBacksNothing) {
   Cache({2, 3, 4});
   EXPECT_EQ(Match(5, 3), HitRun(2, 5));
   EXPECT_EQ(Match(4, 3), HitRun(0, 0));
 }
 
+// behaviour: E3
 TEST_F(SlidingWindowMatcherTest, AWindowOfOneBacksEveryBoundaryWithHoles) {
   EXPECT_EQ(Match(5, 0), HitRun(5, 5));
 }
 
+// behaviour: E3
 TEST_F(SlidingWindowMatcherTest, AStateNeedsTheOneSnapshotBeforeTheBoundary) {
   Cache({1, 3});
   EXPECT_EQ(Match(5, 1), HitRun(3, 4));

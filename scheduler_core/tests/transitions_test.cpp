@@ -45,6 +45,7 @@ std::map<std::string, std::string> Outcomes(Role role, const EventView& event, b
   return outcomes;
 }
 
+// behaviour: J14
 TEST(Transitions, AbortIsLegalInEveryStateAndKeepsWhatAPeerMayTouch) {
   const AbortEvent abort{.request_id = "r"};
   const auto prefill = Outcomes(Role::kPrefill, &abort, false);
@@ -64,7 +65,7 @@ TEST(Transitions, AbortIsLegalInEveryStateAndKeepsWhatAPeerMayTouch) {
   }
 }
 
-// behaviour: J14
+// behaviour: B5, J14, L7
 TEST(Transitions, FinishEndsOnlyRequestsThatHaveTheirFirstToken) {
   const FinishEvent finish{.request_id = "r"};
   for (const Role role : {Role::kDecode, Role::kFused}) {
@@ -77,6 +78,7 @@ TEST(Transitions, FinishEndsOnlyRequestsThatHaveTheirFirstToken) {
   EXPECT_EQ(Outcome(Role::kPrefill, Phase::kPrefillDone, &finish, false), "!");
 }
 
+// behaviour: B5, L7
 TEST(Transitions, DoneBeforeAGrantIsABrokenContractAndLaterIsLate) {
   const DoneEvent done{.request_id = "r", .token = 3};
   const auto outcomes = Outcomes(Role::kDecode, &done, true);
@@ -129,6 +131,7 @@ TEST(Transitions, AResultOfARetractedRequestIsLate) {
   EXPECT_EQ(Outcome(Role::kFused, Phase::kRetracted, &result, false), "-");
 }
 
+// behaviour: L1, T3
 TEST(Transitions, ReadyIsHeardOnce) {
   const ReadyEvent ready{.request_id = "r"};
   for (const auto& [phase, outcome] : Outcomes(Role::kDecode, &ready, true)) {
@@ -136,6 +139,7 @@ TEST(Transitions, ReadyIsHeardOnce) {
   }
 }
 
+// behaviour: B5
 TEST(Transitions, HandedOverNeedsAHandover) {
   const HandedOverEvent handed_over{.request_id = "r"};
   const auto outcomes = Outcomes(Role::kPrefill, &handed_over, false);
@@ -145,6 +149,7 @@ TEST(Transitions, HandedOverNeedsAHandover) {
   EXPECT_EQ(outcomes.at("finished"), "-");
 }
 
+// behaviour: L9
 TEST(Transitions, OnlyQuiescedFreesWhatWasHeldBack) {
   const QuiescedEvent quiesced{.request_id = "r"};
   for (const auto& [phase, outcome] : Outcomes(Role::kPrefill, &quiesced, false)) {
@@ -152,6 +157,7 @@ TEST(Transitions, OnlyQuiescedFreesWhatWasHeldBack) {
   }
 }
 
+// behaviour: T3
 TEST(Transitions, AFailureAfterDoneIsLate) {
   const FailedEvent failed{.request_id = "r"};
   const auto outcomes = Outcomes(Role::kDecode, &failed, true);
@@ -161,6 +167,7 @@ TEST(Transitions, AFailureAfterDoneIsLate) {
   EXPECT_EQ(Outcome(Role::kFused, Phase::kDecoding, &failed, false), "!");
 }
 
+// behaviour: J11
 TEST(Transitions, AResultMustBeOwedAndHoldWhatTheRowWasDue) {
   const ResultEvent none{.request_id = "r", .tokens = {}};
   const ResultEvent one{.request_id = "r", .tokens = {5}};

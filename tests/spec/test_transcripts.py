@@ -235,6 +235,7 @@ def _cases_of(text: str) -> Iterator[tuple[list[str], list[str], str]]:
             yield prose, [], ""
 
 
+@pytest.mark.behaviour("T4")
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
     player = Player()

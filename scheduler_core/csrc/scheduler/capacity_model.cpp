@@ -49,6 +49,9 @@ std::int64_t CapacityModel::LcmBlocksFor(std::int64_t num_tokens) const {
 // A decode node must hold a request whichever way its prompt comes.
 std::int64_t CapacityModel::BlocksFor(std::size_t group, std::int64_t num_tokens) const {
   const GroupGeometry& geometry = geometries_[group];
+  if (num_tokens == 0 && geometry.kind() == AttentionKind::kState) {
+    return 0;
+  }
   const std::int64_t num_prompt_tokens = std::max<std::int64_t>(0, num_tokens - verify_width_);
   const std::int64_t local = HeldAtMost(geometry, num_prompt_tokens, num_tokens, /*is_local=*/true);
   return role_ == Role::kDecode

@@ -64,6 +64,7 @@ def live_through(drawn: Drawn, make_model: ModelMaker = ReferenceScheduler) -> N
         raise
 
 
+@pytest.mark.behaviour("T8")
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("role", Role)
 def test_the_core_decides_as_the_model_does(role: Role) -> None:

@@ -380,7 +380,7 @@ def play(
     return node
 
 
-@pytest.mark.behaviour("J12")
+@pytest.mark.behaviour("I1", "J12", "L13", "L14", "T6")
 @pytest.mark.behaviour("S5")
 @settings(max_examples=120, deadline=None)
 @given(

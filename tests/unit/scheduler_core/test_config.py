@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def test_a_sound_configuration_passes() -> None:
     _config().validate()
 
 
+@pytest.mark.behaviour("C1", "C2", "C3", "C4", "T2")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -63,6 +65,8 @@ def test_a_sound_configuration_passes() -> None:
         ({"cache_groups": [_group(block_granularity=0)]}, ['"full"', "block_granularity", "got 0"]),
         ({"cache_groups": [_group(block_granularity=3)]}, ['"full"', "block_granularity 3", "prefix_granularity 8"]),
         ({"cache_groups": [_group(cache_blocks_per_lcm_block=0)]}, ["cache_blocks_per_lcm_block", "got 0"]),
+        ({"cache_groups": [_group(shard_count=0)]}, ['"full"', "shard_count", "got 0"]),
+        ({"cache_groups": [_group(family=sc.Family.STATE, replayable=True)]}, ['"full"', "replayable"]),
         ({"num_lcm_blocks": 2**30, "cache_groups": [_group(cache_blocks_per_lcm_block=8)]}, ["int32"]),
         (
             {"cache_groups": [_group(cache_blocks_per_lcm_block=3, shard_count=2)]},
@@ -120,6 +124,7 @@ def test_lru_is_the_policy_nobody_has_to_name() -> None:
     assert aged.eviction_policy == sc.EvictionPolicy.AGED_FREQUENCY
 
 
+@pytest.mark.behaviour("C1")
 def test_there_is_no_default_configuration() -> None:
     with pytest.raises(TypeError):
         sc.SchedulerConfig()  # type: ignore[call-arg]
@@ -141,3 +146,53 @@ def test_the_bound_of_a_request_is_what_the_pool_holds() -> None:
         assert sc.Scheduler(config).max_request_tokens == bound
     ahead = scheduler_config(prefix_granularity=2, num_lcm_blocks=8, cache_groups=two_groups, overlap_depth=1)
     assert sc.Scheduler(ahead).max_request_tokens == 7
+
+
+@pytest.mark.behaviour("C2")
+def test_every_group_states_the_span_of_its_blocks() -> None:
+    with pytest.raises(TypeError):
+        sc.CacheGroupConfig(  # type: ignore[call-arg]
+            group_id="full", family=sc.Family.HISTORY, retention=sc.Retention.FULL_HISTORY
+        )
+
+
+@pytest.mark.behaviour("C3")
+def test_exactly_three_kinds_of_groups_exist() -> None:
+    legal = []
+    for family in sc.Family:
+        for retention in sc.Retention:
+            for window in (None, 0, 5):
+                group = _group(family=family, retention=retention, sliding_window_tokens=window)
+                with suppress(sc.ConfigError):
+                    _config(cache_groups=[group]).validate()
+                    legal.append((family, retention, window))
+    assert legal == [
+        (sc.Family.HISTORY, sc.Retention.FULL_HISTORY, None),
+        (sc.Family.HISTORY, sc.Retention.SLIDING_WINDOW, 5),
+        (sc.Family.STATE, sc.Retention.FULL_HISTORY, None),
+    ]
+
+
+@pytest.mark.behaviour("C4")
+@pytest.mark.parametrize(
+    ("group", "least_budget"),
+    [
+        (_group(family=sc.Family.STATE), 8),
+        (_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=10, replayable=True), 20),
+        (_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=3, replayable=True), 11),
+        (_group(retention=sc.Retention.SLIDING_WINDOW, sliding_window_tokens=10), 1),
+    ],
+)
+def test_the_budget_holds_the_smallest_chunk_of_every_group(group: sc.CacheGroupConfig, least_budget: int) -> None:
+    _config(cache_groups=[group], token_budget=least_budget).validate()
+    with pytest.raises(sc.ConfigError, match="token_budget"):
+        _config(cache_groups=[group], token_budget=least_budget - 1).validate()
+
+
+@pytest.mark.behaviour("C5")
+def test_what_a_peer_sends_follows_from_the_kind_of_a_group() -> None:
+    groups = [_group(), _group(group_id="ssm", family=sc.Family.STATE)]
+    for role in sc.Role:
+        _config(role=role, cache_groups=groups).validate()
+    with pytest.raises(TypeError):
+        _group(transfer_policy="full_suffix")

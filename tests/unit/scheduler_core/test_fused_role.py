@@ -16,6 +16,7 @@ def _runtime(**changes: object) -> Runtime:
     return Runtime(sc.Scheduler(scheduler_config(**changes)))  # type: ignore[arg-type]
 
 
+@pytest.mark.behaviour("J5")
 def test_an_incomplete_chunk_ends_the_line_and_a_complete_one_does_not() -> None:
     runtime = _runtime(num_lcm_blocks=4000, token_budget=6000)
     runtime.scheduler.submit([spec("a", 2000), spec("b", 1000), spec("c", 10000), spec("d", 10)])
@@ -25,6 +26,7 @@ def test_an_incomplete_chunk_ends_the_line_and_a_complete_one_does_not() -> None
     assert runtime.step().request_ids == ["c", "d", "a", "b"]
 
 
+@pytest.mark.behaviour("I2", "J4")
 def test_decodes_run_beside_prefill_chunks_and_come_out_of_the_budget() -> None:
     runtime = _runtime(token_budget=8, num_lcm_blocks=32)
     runtime.scheduler.submit([spec("short", 3, max_new_tokens=8)])
@@ -37,6 +39,7 @@ def test_decodes_run_beside_prefill_chunks_and_come_out_of_the_budget() -> None:
     assert plan.logits_wanted.tolist() == [0, 1]
 
 
+@pytest.mark.behaviour("I2")
 def test_rows_carry_their_inputs_and_their_absolute_tables() -> None:
     runtime = _runtime(token_budget=6)
     runtime.scheduler.submit([spec("a", [5, 6, 7, 8, 9], max_new_tokens=3)])
@@ -57,6 +60,7 @@ def test_rows_of_different_lengths_are_padded_with_minus_one() -> None:
     assert runtime.plan().block_tables[0].tolist() == [[1, 2, 3], [4, -1, -1]]
 
 
+@pytest.mark.behaviour("E2", "H3")
 def test_an_equal_prompt_hits_all_full_grains_before_its_last_token() -> None:
     runtime = _runtime(prefix_granularity=2, cache_groups=[full_group(block_granularity=2)])
     runtime.scheduler.submit([spec("a", 8)])
@@ -78,6 +82,7 @@ def test_a_next_turn_hits_what_was_generated() -> None:
     assert runtime.admissions["b"] == 8
 
 
+@pytest.mark.behaviour("H8")
 def test_an_aborted_request_publishes_nothing_new() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 12)])
@@ -88,6 +93,7 @@ def test_an_aborted_request_publishes_nothing_new() -> None:
     assert runtime.admissions["b"] == 0
 
 
+@pytest.mark.behaviour("D3")
 def test_extra_keys_keep_equal_prompts_apart() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 12)])
@@ -112,6 +118,7 @@ def test_with_the_prefix_cache_off_nothing_is_matched_or_kept() -> None:
     assert runtime.scheduler.capacity().empty_lcm_blocks == 16
 
 
+@pytest.mark.behaviour("J15")
 def test_two_equal_prompts_in_one_round_end_up_on_the_same_blocks() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 8), spec("b", 8)])
@@ -228,6 +235,7 @@ def test_no_row_is_planned_while_its_result_is_owed() -> None:
     assert runtime.plan().num_rows == 1
 
 
+@pytest.mark.behaviour("B5", "J11", "T2")
 def test_a_batch_with_one_bad_event_applies_none() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 3), spec("b", [7, 8])])
@@ -245,6 +253,7 @@ def test_what_is_no_event_is_refused() -> None:
         _runtime().scheduler.advance(["finish"])  # type: ignore[list-item]
 
 
+@pytest.mark.behaviour("J11", "T3")
 def test_late_and_unknown_events_change_nothing() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 3)])
@@ -270,6 +279,7 @@ def test_the_cache_clears_only_when_no_request_lives() -> None:
     assert runtime.scheduler.capacity().empty_lcm_blocks == 16
 
 
+@pytest.mark.behaviour("I9")
 def test_plan_arrays_are_read_only_views_that_outlive_the_scheduler() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", [5, 6, 7])])
@@ -281,6 +291,7 @@ def test_plan_arrays_are_read_only_views_that_outlive_the_scheduler() -> None:
     np.testing.assert_array_equal(token_ids, [5, 6, 7])
 
 
+@pytest.mark.behaviour("B4")
 def test_request_slots_are_unique_and_reused() -> None:
     runtime = _runtime(max_batch_size=2)
     runtime.scheduler.submit([spec(name, [ord(name)]) for name in "abc"])

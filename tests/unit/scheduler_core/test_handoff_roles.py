@@ -28,6 +28,7 @@ def _granted(runtime: Runtime, *specs: sc.RequestSpec) -> list[sc.RemotePrefill]
 # Prefill role.
 
 
+@pytest.mark.behaviour("L12")
 def test_a_prompt_is_handed_over_once_after_its_first_token_landed() -> None:
     runtime = _prefill(token_budget=8)
     runtime.scheduler.submit([spec("a", 10)])
@@ -40,6 +41,7 @@ def test_a_prompt_is_handed_over_once_after_its_first_token_landed() -> None:
     assert runtime.plan().handovers == []
 
 
+@pytest.mark.behaviour("L11", "L12")
 def test_blocks_stay_until_the_peer_has_everything_and_then_are_a_cached_prefix() -> None:
     runtime = _prefill()
     runtime.scheduler.submit([spec("a", 10)])
@@ -52,6 +54,7 @@ def test_blocks_stay_until_the_peer_has_everything_and_then_are_a_cached_prefix(
     assert runtime.plan().finished == ["a"]
 
 
+@pytest.mark.behaviour("L11")
 @pytest.mark.parametrize("ending", [sc.AbortEvent("a"), sc.FailedEvent("a")])
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_an_ended_prompt_keeps_its_blocks_until_the_transfer_is_quiet(ending: sc.Event, num_steps: int) -> None:
@@ -98,6 +101,7 @@ def test_a_waiting_prompt_holds_nothing_and_ends_at_once() -> None:
     assert runtime.plan().finished == ["a"]
 
 
+@pytest.mark.behaviour("L2")
 def test_no_prompt_starts_beyond_the_limit_of_ungranted_ones() -> None:
     runtime = _prefill(max_ready_ungranted=2)
     runtime.scheduler.submit([spec(name, [ord(name)]) for name in "abcd"])
@@ -115,6 +119,7 @@ def test_prompts_in_transfer_take_no_batch_place() -> None:
     assert [runtime.step().request_ids for _ in range(3)] == [["a"], ["b"], ["c"]]
 
 
+@pytest.mark.behaviour("J14")
 def test_a_prefill_role_request_cannot_finish() -> None:
     runtime = _prefill()
     runtime.scheduler.submit([spec("a", 3)])
@@ -126,6 +131,7 @@ def test_a_prefill_role_request_cannot_finish() -> None:
 # Decode role.
 
 
+@pytest.mark.behaviour("I7", "L1")
 def test_nothing_is_held_before_ready() -> None:
     runtime = _decode()
     runtime.scheduler.submit([spec("a", 10)])
@@ -133,6 +139,7 @@ def test_nothing_is_held_before_ready() -> None:
     assert runtime.scheduler.capacity().empty_lcm_blocks == 16
 
 
+@pytest.mark.behaviour("I4", "L6", "L7")
 def test_a_grant_names_the_prompts_blocks_and_keeps_the_reserve_back() -> None:
     runtime = _decode()
     runtime.scheduler.submit([spec("a", 10, max_new_tokens=8)])
@@ -145,6 +152,7 @@ def test_a_grant_names_the_prompts_blocks_and_keeps_the_reserve_back() -> None:
     assert plan.num_rows == 0
 
 
+@pytest.mark.behaviour("J1", "L8")
 def test_several_requests_are_granted_in_one_plan_beside_decodes() -> None:
     runtime = _decode()
     _granted(runtime, spec("a", 5))
@@ -157,6 +165,7 @@ def test_several_requests_are_granted_in_one_plan_beside_decodes() -> None:
     assert plan.token_ids.tolist() == [77]
 
 
+@pytest.mark.behaviour("H19", "L6", "L8")
 def test_a_landed_prompt_is_published_and_a_second_grant_starts_behind_it() -> None:
     runtime = _decode()
     _granted(runtime, spec("a", 10))
@@ -168,6 +177,7 @@ def test_a_landed_prompt_is_published_and_a_second_grant_starts_behind_it() -> N
     assert runtime.admissions["b"] == 8
 
 
+@pytest.mark.behaviour("L8")
 def test_a_request_that_wanted_one_token_can_finish_when_it_lands() -> None:
     runtime = _decode()
     _granted(runtime, spec("a", 10, max_new_tokens=1))
@@ -176,6 +186,7 @@ def test_a_request_that_wanted_one_token_can_finish_when_it_lands() -> None:
     assert runtime.scheduler.capacity().cached_lcm_blocks == 2
 
 
+@pytest.mark.behaviour("L9", "T6")
 @pytest.mark.parametrize("ending", [sc.AbortEvent("b"), sc.FailedEvent("b")])
 def test_granted_blocks_are_quarantined_and_hits_return_at_once(ending: sc.Event) -> None:
     runtime = _decode()
@@ -205,6 +216,7 @@ def test_an_admission_waits_for_quarantined_blocks() -> None:
     assert [grant.request_id for grant in runtime.plan().remote_prefills] == ["b"]
 
 
+@pytest.mark.behaviour("L7")
 def test_done_without_a_grant_is_a_broken_contract() -> None:
     runtime = _decode()
     runtime.scheduler.submit([spec("a", 10)])
@@ -269,6 +281,7 @@ def test_local_and_remote_prompts_overtake_one_another_a_bounded_number_of_times
     assert "big" in runtime.admissions
 
 
+@pytest.mark.behaviour("L8")
 def test_the_first_remote_token_counts_as_generated() -> None:
     runtime = _decode()
     _granted(runtime, spec("a", 5, max_new_tokens=3))

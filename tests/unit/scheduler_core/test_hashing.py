@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def _reference_chain(tokens: Sequence[int], prefix_granularity: int, extra_keys:
     return digests
 
 
+@pytest.mark.behaviour("D1", "D4")
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), max_size=700),
     prefix_granularity=st.sampled_from([1, 2, 16, 64, 300]),
@@ -41,3 +43,18 @@ def test_digests_follow_the_layout(tokens: list[int], prefix_granularity: int, e
 def test_an_extra_key_with_zero_bytes_is_kept_whole() -> None:
     assert sc.hash_grains([1], 1, [b"a\0b"]) != sc.hash_grains([1], 1, [b"a"])
     assert sc.hash_grains([1], 1, [b"a\0b"]) == _reference_chain([1], 1, [b"a\0b"])
+
+
+@pytest.mark.behaviour("D3")
+def test_no_extra_keys_are_the_same_as_none_given_and_keys_count_in_every_grain() -> None:
+    tokens = list(range(8))
+    plain = sc.hash_grains(tokens, 4)
+    assert sc.hash_grains(tokens, 4, []) == plain
+    assert not set(plain) & set(sc.hash_grains(tokens, 4, [b"adapter"]))
+
+
+@pytest.mark.behaviour("D4", "D6")
+def test_a_digest_is_32_raw_bytes_and_only_full_grains_have_one() -> None:
+    digests = sc.hash_grains(range(11), 4)
+    assert [len(digest) for digest in digests] == [32, 32]
+    assert all(isinstance(digest, bytes) for digest in digests)

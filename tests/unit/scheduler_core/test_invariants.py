@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -413,6 +414,7 @@ def play(
     return driver
 
 
+@pytest.mark.behaviour("A10", "B2", "I7", "T5")
 @settings(max_examples=120, deadline=None)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
@@ -433,6 +435,7 @@ def test_every_history_keeps_the_books_and_comes_to_rest(
     play(role, groups, seed, num_moves, verify_width, overlap_depth).come_to_rest()
 
 
+@pytest.mark.behaviour("T4")
 def test_equal_histories_give_equal_plans() -> None:
     for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
         for groups in (GROUP_MIXES[2], GROUP_MIXES[-1]):
@@ -446,6 +449,7 @@ def test_the_histories_make_requests_give_way() -> None:
         assert sum(play(role, GROUP_MIXES[0], seed, 600).num_retracted for seed in range(12)) > 10
 
 
+@pytest.mark.behaviour("J1")
 def test_requests_of_one_size_start_in_the_order_they_came() -> None:
     scheduler = sc.Scheduler(scheduler_config(num_lcm_blocks=9, max_batch_size=3, token_budget=9))
     names = [f"{(number * 7919) % 97:02d}" for number in range(40)]

@@ -33,6 +33,7 @@ def _new_tokens(runtime: Runtime, tokens: list[int]) -> list[int]:
     return chunks
 
 
+@pytest.mark.behaviour("J4", "Q2", "Q3")
 def test_a_hit_feeds_the_window_before_it_again_in_the_first_chunk_only() -> None:
     runtime = _runtime(token_budget=40)
     _cached(runtime, 16)
@@ -47,6 +48,7 @@ def test_a_hit_feeds_the_window_before_it_again_in_the_first_chunk_only() -> Non
     assert plan.replay_lengths.tolist() == [0]
 
 
+@pytest.mark.behaviour("Q2")
 def test_no_more_is_fed_again_than_was_hit() -> None:
     runtime = _runtime()
     _cached(runtime, 4)
@@ -56,6 +58,7 @@ def test_no_more_is_fed_again_than_was_hit() -> None:
     assert plan.replay_lengths.tolist() == [4]
 
 
+@pytest.mark.behaviour("Q5")
 @pytest.mark.parametrize(
     ("hit_tokens", "prompt", "token_budget", "first_chunks"),
     [
@@ -74,6 +77,25 @@ def test_the_last_chunk_computes_a_whole_window(
     assert _new_tokens(runtime, list(range(prompt)))[: len(first_chunks)] == first_chunks
 
 
+@pytest.mark.behaviour("Q5")
+@pytest.mark.parametrize(("num_own_tokens", "rows"), [(6, [("x", 0, 14)]), (12, [("x", 0, 8), ("x", 8, 12)])])
+def test_a_shared_boundary_inside_the_last_window_is_passed_over(
+    num_own_tokens: int, rows: list[tuple[str, int, int]]
+) -> None:
+    groups = [
+        full_group(),
+        sliding_group("cached", window_tokens=3),
+        sliding_group("private", window_tokens=8, replayable=True),
+    ]
+    runtime = _runtime(cache_groups=groups)
+    runtime.scheduler.submit([spec("first", [*range(8), *range(500, 506)], max_new_tokens=1)])
+    runtime.run_until_idle()
+    runtime.finish("first")
+    runtime.scheduler.submit([spec("x", [*range(8), *range(700, 700 + num_own_tokens)], max_new_tokens=1)])
+    assert [row for _ in rows for row in rows_of(runtime.step())] == rows
+
+
+@pytest.mark.behaviour("Q5")
 def test_a_prompt_waits_for_the_budget_of_its_window() -> None:
     runtime = _runtime(token_budget=16)
     runtime.scheduler.submit([spec("long", range(500, 512), max_new_tokens=1), spec("x", 6, max_new_tokens=1)])
@@ -82,6 +104,7 @@ def test_a_prompt_waits_for_the_budget_of_its_window() -> None:
     assert rows_of(runtime.step()) == [("x", 0, 6)]
 
 
+@pytest.mark.behaviour("E7", "Q1", "Q4", "Q8")
 def test_the_group_takes_no_part_in_hits_and_is_never_cached() -> None:
     runtime = _runtime()
     _cached(runtime, 16)
@@ -96,6 +119,7 @@ def test_the_group_takes_no_part_in_hits_and_is_never_cached() -> None:
     assert len(private) == 5
 
 
+@pytest.mark.behaviour("J9")
 def test_decodes_leave_a_prompt_the_budget_of_its_replay() -> None:
     runtime = _runtime(window_tokens=4, token_budget=8)
     runtime.scheduler.submit([spec("a", 4, max_new_tokens=20)])
@@ -104,6 +128,7 @@ def test_decodes_leave_a_prompt_the_budget_of_its_replay() -> None:
     assert rows_of(runtime.step()) == [("b", 0, 8)]
 
 
+@pytest.mark.behaviour("Q7")
 def test_a_landing_brings_the_window_whatever_was_hit() -> None:
     runtime = _runtime(sc.Role.DECODE, window_tokens=6)
 

@@ -27,6 +27,7 @@ def _granted(runtime: Runtime, *specs: sc.RequestSpec) -> list[sc.RemotePrefill]
     return runtime.plan().remote_prefills
 
 
+@pytest.mark.behaviour("H1", "H6")
 def test_blocks_that_slid_out_of_the_window_leave_holes_at_absolute_slots() -> None:
     groups = [sliding_group(window_tokens=4, block_granularity=2)]
     runtime = _runtime(prefix_granularity=2, token_budget=4, cache_groups=groups)
@@ -42,6 +43,7 @@ def test_blocks_that_slid_out_of_the_window_leave_holes_at_absolute_slots() -> N
     assert max(num_live) <= 5
 
 
+@pytest.mark.behaviour("H6")
 @pytest.mark.parametrize("window_tokens", [3, 5])
 def test_steady_decode_keeps_one_or_two_blocks_of_a_short_window(window_tokens: int) -> None:
     runtime = _runtime(cache_groups=[sliding_group(window_tokens=window_tokens)])
@@ -53,6 +55,7 @@ def test_steady_decode_keeps_one_or_two_blocks_of_a_short_window(window_tokens: 
         assert len(table) - table.count(0) in (1, 2)
 
 
+@pytest.mark.behaviour("H4")
 def test_one_token_per_block_and_grain_is_as_good_as_any_other() -> None:
     groups = [full_group(block_granularity=1), sliding_group(window_tokens=2, block_granularity=1)]
     runtime = _runtime(prefix_granularity=1, num_lcm_blocks=40, cache_groups=groups)
@@ -100,6 +103,7 @@ def test_a_window_of_one_never_limits_a_hit_and_holds_no_hit_block() -> None:
     assert _table(runtime, "b", 1)[:4] == [0] * 4
 
 
+@pytest.mark.behaviour("H10")
 def test_decode_publishes_the_window_as_grains_fill() -> None:
     groups = [full_group(block_granularity=2), sliding_group(window_tokens=4, block_granularity=2)]
     runtime = _runtime(prefix_granularity=2, num_lcm_blocks=40, cache_groups=groups)
@@ -124,6 +128,7 @@ def test_a_prompt_is_stopped_where_others_share_it_and_the_next_one_hits_there()
     assert runtime.admissions == {"p1": 0, "p2": 0, "p3": 8}
 
 
+@pytest.mark.behaviour("E10")
 def test_a_shared_boundary_does_not_stop_a_prompt_whose_budget_is_below_a_grain() -> None:
     groups = [full_group(), sliding_group(window_tokens=3)]
     runtime = _runtime(num_lcm_blocks=60, token_budget=3, cache_groups=groups)
@@ -134,6 +139,7 @@ def test_a_shared_boundary_does_not_stop_a_prompt_whose_budget_is_below_a_grain(
     assert runtime.admissions == {"first": 0, "second": 8}
 
 
+@pytest.mark.behaviour("K14")
 def test_an_admitted_request_never_waits_for_a_block_whoever_shares_its_prefix() -> None:
     groups = [full_group(), sliding_group(window_tokens=9)]
     runtime = _runtime(num_lcm_blocks=48, token_budget=16, cache_groups=groups)
@@ -162,6 +168,7 @@ def test_what_a_request_holds_falls_to_its_window_once_its_prompt_is_computed() 
 # Grants.
 
 
+@pytest.mark.behaviour("L4", "L5", "L6")
 def test_a_grant_of_a_sliding_group_is_the_tail_that_the_first_step_sees() -> None:
     groups = [sliding_group(window_tokens=4, block_granularity=2)]
     runtime = _runtime(sc.Role.DECODE, prefix_granularity=4, num_lcm_blocks=16, cache_groups=groups)
@@ -181,6 +188,7 @@ def test_a_grant_of_a_sliding_group_is_the_tail_that_the_first_step_sees() -> No
     assert grant.block_ids[0].tolist() == table[6:8], "the reserve is not granted"
 
 
+@pytest.mark.behaviour("L3")
 def test_a_remote_prompt_is_not_stopped_where_others_share_it() -> None:
     groups = [full_group(block_granularity=64), sliding_group(window_tokens=513, block_granularity=32)]
     runtime = _runtime(sc.Role.DECODE, prefix_granularity=64, num_lcm_blocks=200, cache_groups=groups)
@@ -198,6 +206,7 @@ def test_a_remote_prompt_is_not_stopped_where_others_share_it() -> None:
     assert landed("with", prompt) == 576
 
 
+@pytest.mark.behaviour("L9")
 def test_a_failed_grant_keeps_its_tail_in_quarantine_and_nothing_else() -> None:
     groups = [full_group(), sliding_group(window_tokens=5)]
     runtime = _runtime(sc.Role.DECODE, num_lcm_blocks=24, cache_groups=groups)
@@ -212,6 +221,7 @@ def test_a_failed_grant_keeps_its_tail_in_quarantine_and_nothing_else() -> None:
 # Prefill role.
 
 
+@pytest.mark.behaviour("L11")
 def test_a_duplicate_window_block_stays_in_its_slot_while_a_transfer_may_read_it() -> None:
     groups = [full_group(), sliding_group(window_tokens=5)]
     runtime = _runtime(sc.Role.PREFILL, num_lcm_blocks=40, token_budget=32, cache_groups=groups)

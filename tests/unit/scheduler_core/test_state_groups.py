@@ -38,6 +38,7 @@ def _hit(runtime: Runtime, name: str, tokens: list[int]) -> int:
     return runtime.admissions[name]
 
 
+@pytest.mark.behaviour("J7")
 def test_a_chunk_that_does_not_complete_its_prompt_ends_on_a_grain_boundary() -> None:
     runtime = _runtime(token_budget=6)
     runtime.scheduler.submit([spec("a", 12)])
@@ -47,6 +48,7 @@ def test_a_chunk_that_does_not_complete_its_prompt_ends_on_a_grain_boundary() ->
     assert _chunks(without_state, "a") == [(0, 12), (12, 24), (24, 30)]
 
 
+@pytest.mark.behaviour("H16", "H17", "H18")
 def test_only_the_last_boundary_of_a_prompt_is_published() -> None:
     runtime = _runtime(token_budget=8)
     runtime.scheduler.submit([spec("a", 26, max_new_tokens=1)])
@@ -57,6 +59,7 @@ def test_only_the_last_boundary_of_a_prompt_is_published() -> None:
     assert _hit(runtime, "shorter", list(range(9))) == 0
 
 
+@pytest.mark.behaviour("H11", "H18", "I2")
 def test_the_last_chunk_leaves_a_snapshot_inside_it() -> None:
     runtime = _runtime(token_budget=8)
     runtime.scheduler.submit([spec("a", 30, max_new_tokens=1)])
@@ -73,6 +76,7 @@ def test_the_last_chunk_leaves_a_snapshot_inside_it() -> None:
     assert _hit(runtime, "b", list(range(40))) == 28
 
 
+@pytest.mark.behaviour("H12", "H13")
 def test_the_end_of_a_prompt_is_not_cut_into_body_and_tail() -> None:
     groups = [
         full_group(block_granularity=128),
@@ -95,6 +99,7 @@ def test_the_end_of_a_prompt_is_not_cut_into_body_and_tail() -> None:
     assert _chunks(small, "c") == [(0, 256), (256, 356)]
 
 
+@pytest.mark.behaviour("H14")
 def test_chunks_leave_their_final_state_alone_also_in_an_idle_pool() -> None:
     groups = [state_group(block_granularity=2)]
     runtime = _runtime(prefix_granularity=2, token_budget=8, cache_groups=groups)
@@ -106,6 +111,7 @@ def test_chunks_leave_their_final_state_alone_also_in_an_idle_pool() -> None:
     assert live == [[3], [3, 7], [7, 11]]
 
 
+@pytest.mark.behaviour("E10")
 def test_a_prompt_is_stopped_where_others_share_it_and_the_next_one_hits_there() -> None:
     groups = [full_group(block_granularity=2), state_group(block_granularity=2)]
     runtime = _runtime(prefix_granularity=2, cache_groups=groups)
@@ -120,10 +126,12 @@ def test_a_prompt_is_stopped_where_others_share_it_and_the_next_one_hits_there()
     assert runtime.admissions == {"p1": 0, "p2": 0, "p3": 8}
 
 
+@pytest.mark.behaviour("E10", "J7")
 @pytest.mark.parametrize(
     ("prompt", "token_budget", "expected"),
     [
         (60, 24, [(16, 32), (32, 56), (56, 60)]),
+        (60, 12, [(16, 28), (28, 32), (32, 44), (44, 56), (56, 60)]),
         (40, 8, [(16, 24), (24, 32), (32, 40)]),
         (40, 10, [(16, 24), (24, 32), (32, 40)]),
     ],
@@ -137,6 +145,7 @@ def test_chunks_stop_at_the_shared_boundary(prompt: int, token_budget: int, expe
     assert _chunks(runtime, "x") == expected
 
 
+@pytest.mark.behaviour("H10", "I2")
 def test_a_decode_step_names_the_state_it_continues_from_and_publishes_none() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 7, max_new_tokens=12)])
@@ -153,6 +162,7 @@ def test_a_decode_step_names_the_state_it_continues_from_and_publishes_none() ->
     assert "group state free_slots=0 entries=1" in runtime.scheduler.describe()
 
 
+@pytest.mark.behaviour("J9")
 def test_a_decode_beside_a_state_group_leaves_a_grain_to_prefills() -> None:
     for token_budget, rows in ((4, [("b", 0, 4)]), (5, [("b", 0, 4), ("a", 3, 1)])):
         runtime = _runtime(token_budget=token_budget)
@@ -171,6 +181,7 @@ def test_a_prompt_that_does_not_fit_leaves_the_budget_to_the_decodes() -> None:
         assert [name for name, *_ in rows_of(runtime.step())] == ["a"]
 
 
+@pytest.mark.behaviour("H8", "H17")
 def test_an_aborted_prompt_publishes_no_snapshot_and_a_finished_one_does() -> None:
     runtime = _runtime()
     runtime.scheduler.submit([spec("a", 9)])
@@ -198,6 +209,7 @@ def test_a_handed_over_prompt_leaves_its_snapshot_in_the_cache() -> None:
     assert rows_of(runtime.step()) == [("b", 8, 2)]
 
 
+@pytest.mark.behaviour("C5", "E11", "L4", "L5")
 def test_a_grant_asks_for_the_final_state_and_is_not_limited_by_cached_ones() -> None:
     groups = [full_group(), state_group(block_granularity=1)]
     runtime = _runtime(sc.Role.DECODE, cache_groups=groups)
@@ -216,6 +228,7 @@ def test_a_grant_asks_for_the_final_state_and_is_not_limited_by_cached_ones() ->
     assert grant.first_slots == [2, 14]
 
 
+@pytest.mark.behaviour("H15", "L8")
 @pytest.mark.parametrize(("prompt", "num_entries"), [(8, 1), (9, 0), (12, 1)])
 def test_a_landed_state_is_published_only_on_a_grain_boundary(prompt: int, num_entries: int) -> None:
     runtime = _runtime(sc.Role.DECODE)

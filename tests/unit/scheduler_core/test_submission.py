@@ -16,6 +16,7 @@ def _scheduler(role: sc.Role = sc.Role.FUSED) -> sc.Scheduler:
     )
 
 
+@pytest.mark.behaviour("C9", "T2")
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

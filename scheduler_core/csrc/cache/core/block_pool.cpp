@@ -53,6 +53,7 @@ BlockPool::~BlockPool() {
 }
 
 BlockPlace BlockPool::PlaceOf(std::int32_t group, std::int32_t block_id) const {
+  Ensure(block_id >= 1 && block_id <= num_blocks(group), "a block id lies outside its group");
   const std::int32_t packing = cache_blocks_per_lcm_block(group);
   return {.lcm_block = (block_id - 1) / packing + 1, .slot = (block_id - 1) % packing};
 }

@@ -81,6 +81,7 @@ class BlockPool {
   std::int32_t num_blocks(std::int32_t group) const {
     return num_lcm_blocks_ * cache_blocks_per_lcm_block(group);
   }
+  // REQUIRES: block_id is in [1, num_blocks(group)].
   BlockPlace PlaceOf(std::int32_t group, std::int32_t block_id) const;
 
   std::int32_t shard_count(std::int32_t group) const {
