@@ -235,7 +235,7 @@ TEST(CapacityPeaks, ADecodeNodeHoldsALandingOrARecoveryWhicheverIsLarger) {
   const PromptSpan landing{.begin_tokens = 0,
                            .end_tokens = 30,
                            .num_prompt_tokens = 30,
-                           .num_needed_tokens = 40,
+                           .num_headroom_tokens = 10,
                            .num_limit_tokens = 40,
                            .is_local = false};
   const CapacityModel model = Model(state, {Group(state, Family::kState)});

@@ -226,7 +226,7 @@ def test_planning_for_a_prompt_that_does_not_fit_changes_nothing() -> None:
     runtime.run_until_idle()
     runtime.finish("cached")
     runtime.scheduler.submit([spec("holder", range(50, 66), max_new_tokens=1)])
-    runtime.step()
+    runtime.plan()  # its result stays out, so it cannot give way
     before = runtime.scheduler.describe()
     runtime.scheduler.submit([spec("a", 16, max_new_tokens=1)])
     queued = runtime.scheduler.describe()
