@@ -243,5 +243,23 @@ TEST(CapacityPeaks, ADecodeNodeHoldsALandingOrARecoveryWhicheverIsLarger) {
   EXPECT_EQ(model.BlocksFor(0, 40), StatePeak(state, 40)) << "the recovery needs more";
 }
 
+// behaviour: K7
+TEST(CapacityPeaks, ADecodeNodeIsSizedForLandingsSideBySideAndOneRecovery) {
+  Shape shape{.role = Role::kDecode,
+              .prefix_granularity = 4,
+              .block_granularity = 4,
+              .window_tokens = 17,
+              .token_budget = 16};
+  const CapacityModel landings = Model(shape, {Group(shape, Family::kHistory)});
+  EXPECT_EQ(landings.BlocksFor(0, 3000), 4 + 5) << "no recovery needs more than a landing";
+  EXPECT_EQ(landings.ConcurrentBlocksFor(0, 8, 20000, 3000), 8 * 9);
+  EXPECT_EQ(landings.ConcurrentBlocksFor(0, 8, 100, 3000), 25 + 8) << "no more than all tokens take";
+  EXPECT_EQ(landings.ConcurrentBlocksFor(0, 0, 20000, 3000), 0);
+  shape.token_budget = 64;
+  const CapacityModel recovery = Model(shape, {Group(shape, Family::kHistory)});
+  EXPECT_EQ(recovery.BlocksFor(0, 3000), 21);
+  EXPECT_EQ(recovery.ConcurrentBlocksFor(0, 8, 20000, 3000), 8 * 9 + 12);
+}
+
 }  // namespace
 }  // namespace pdmesh

@@ -59,30 +59,34 @@ std::int64_t CapacityModel::BlocksFor(std::size_t group, std::int64_t num_tokens
              : local;
 }
 
-// Every request sits at the worst offset in its blocks, and one prompt is in the middle of a chunk.
+// Every request sits at the worst offset in its blocks, and one prompt is in the middle of a chunk. On a
+// decode node all may be landing at once, each with its claimed run beside its tail, and one is computed
+// here.
 std::int64_t CapacityModel::ConcurrentBlocksFor(std::size_t group, std::int64_t num_requests,
                                                 std::int64_t num_tokens, std::int64_t context_tokens) const {
   const GroupGeometry& geometry = geometries_[group];
+  const std::int64_t whole =
+      geometry.BlocksFor(num_tokens) +
+      num_requests * geometry.BlocksFor(geometry.block_granularity() - 1 + overlap_tokens_);
   if (geometry.kind() == AttentionKind::kFull) {
-    return geometry.BlocksFor(num_tokens) +
-           num_requests * geometry.BlocksFor(geometry.block_granularity() - 1 + overlap_tokens_);
+    return whole;
   }
   if (geometry.kind() == AttentionKind::kState) {
     return num_requests * BlocksFor(group, context_tokens);
   }
-  const std::int64_t resident_tokens =
-      std::min<std::int64_t>(geometry.window_tokens() - 1, context_tokens) + verify_width_ + overlap_tokens_;
-  const std::int64_t num_in_chunk =
-      geometry.num_lookback_blocks() + geometry.BlocksFor(std::min(token_budget_, num_tokens));
-  const std::int64_t local = num_requests * geometry.BlocksAtWorst(resident_tokens) + num_in_chunk;
   if (role_ != Role::kDecode) {
-    return local;
+    const std::int64_t resident_tokens =
+        std::min<std::int64_t>(geometry.window_tokens() - 1, context_tokens) + verify_width_ +
+        overlap_tokens_;
+    const std::int64_t num_in_chunk =
+        geometry.num_lookback_blocks() + geometry.BlocksFor(std::min(token_budget_, num_tokens));
+    return num_requests * geometry.BlocksAtWorst(resident_tokens) + num_in_chunk;
   }
   const std::int64_t landing = std::min(geometry.BlocksFor(context_tokens + overlap_tokens_),
                                         WindowHeldAtMost(geometry, context_tokens, /*is_local=*/false));
   const std::int64_t excess =
       num_requests > 0 ? std::max<std::int64_t>(0, BlocksFor(group, context_tokens) - landing) : 0;
-  return std::min(local, num_requests * landing + excess);
+  return std::min(whole, num_requests * landing + excess);
 }
 
 std::int64_t CapacityModel::LcmBlocksForConcurrency(std::int64_t num_requests, std::int64_t num_tokens,
