@@ -86,7 +86,7 @@ def test_the_worked_demand_of_a_batch() -> None:
     [
         (sc.Role.DECODE, 0, 0),
         (sc.Role.DECODE, 1, 33 + 16),
-        (sc.Role.DECODE, 3, 3 * 17 + 48),
+        (sc.Role.DECODE, 3, 3 * 33 + 16),
         (sc.Role.FUSED, 1, 17 + 48),
         (sc.Role.FUSED, 3, 3 * 17 + 48),
     ],
