@@ -385,8 +385,7 @@ bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::u
     const std::int64_t depth_tokens = (std::int64_t{slot} + 1) * group.spec.block_granularity;
     const BlockUse use = progress.uses == nullptr ? BlockUse{} : UseAt(*progress.uses, depth_tokens);
     const CacheKey key = group.keys.KeyOf(progress.digests, slot);
-    const CacheBlockRef& canonical =
-        group.index.Register(key, own, epoch, depth_tokens, progress.kind, use);
+    const CacheBlockRef& canonical = group.index.Register(key, own, epoch, depth_tokens, progress.kind, use);
     QueueStore(group, key, progress.store_scope);
     // A transfer keeps the duplicates it may read. Where blocks are promised by number that would be one more
     // than the promise, so there the duplicate stays in its slot, unpublished.
@@ -449,9 +448,10 @@ std::int32_t CacheCoordinator::num_cached_lcm_blocks() const {
 }
 
 bool CacheCoordinator::CanClear() const {
-  return (!transfers_ || transfers_->is_idle()) && std::all_of(indexes_.begin(), indexes_.end(), [](const PrefixCacheIndex* index) {
-    return index->num_evictable() == index->num_entries();
-  });
+  return (!transfers_ || transfers_->is_idle()) &&
+         std::all_of(indexes_.begin(), indexes_.end(), [](const PrefixCacheIndex* index) {
+           return index->num_evictable() == index->num_entries();
+         });
 }
 
 void CacheCoordinator::Clear() {

@@ -39,7 +39,7 @@ struct PrefixProbe {
   // The host's part: what lies behind the device's hit, up to `hit_tokens`. Empty when the device reaches as
   // far.
   std::int64_t device_hit_tokens = 0;
-  std::int64_t storage_hit_tokens = 0;      // in grains of which a part must be read from storage
+  std::int64_t storage_hit_tokens = 0;           // in grains of which a part must be read from storage
   std::vector<SlotRun<HostHit>> host_hits = {};  // by group
 };
 
@@ -208,7 +208,8 @@ class CacheCoordinator {
   bool has_pinned_store() const { return transfers_ && transfers_->has_pinned_store(); }
   void RegisterStorageKeys(std::span<const CacheKey> keys);
   void UnregisterStorageKeys(std::span<const CacheKey> keys);
-  // The keys behind the device's hit that a prompt could use from storage, front first. Empty without storage.
+  // The keys behind the device's hit that a prompt could use from storage, front first. Empty without
+  // storage.
   std::vector<CacheKey> StorageKeysFor(std::span<const Digest> digests, std::int32_t num_grains) const;
   HostCapacity host_capacity() const;
 

@@ -86,8 +86,7 @@ std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tabl
     const auto num_grains = static_cast<std::int32_t>(longer.digests.size());
     probe = ProbeDevice(longer.digests, num_grains, ProbeScope::kAllGroups);
     ExtendOnHost(probe, *attempt.shorter_hit_tokens / prefix_granularity_);
-    probe.closed_tokens =
-        longer.closed_tokens > longer.hit_tokens ? longer.closed_tokens : probe.hit_tokens;
+    probe.closed_tokens = longer.closed_tokens > longer.hit_tokens ? longer.closed_tokens : probe.hit_tokens;
   }
 }
 
@@ -182,24 +181,27 @@ void CacheCoordinator::Abandon(HostExtension& extension) {
   }
 }
 
-// Finds room on the host for what storage is read into. Returns the boundary up to which there is.
+// Finds room on the host for what storage is read into, grain by grain, so that what is short is short for
+// all groups. Returns the boundary up to which there is room.
 std::int64_t CacheCoordinator::PlaceReads(HostExtension& extension, std::int64_t hit_tokens) {
-  std::int64_t placed_tokens = hit_tokens;
-  for (const std::size_t group : extension.empty() ? std::vector<std::size_t>() : order_) {
+  std::vector<std::pair<std::int64_t, HostExtension::Slot*>> reads;  // with their grains
+  for (std::size_t group = 0; group < extension.slots.size(); ++group) {
     for (HostExtension::Slot& slot : extension.slots[group]) {
-      const std::int64_t grain = slot.slot / groups_[group]->keys.slots_per_grain;
-      if (slot.entry != nullptr || (grain + 1) * prefix_granularity_ > placed_tokens) {
-        continue;
-      }
-      const auto bucket =
-          static_cast<std::int32_t>(slot.slot % pool_.shard_count(static_cast<std::int32_t>(group)));
-      slot.host = host_->Place(static_cast<std::int32_t>(group), bucket);
-      if (!slot.host) {
-        placed_tokens = grain * prefix_granularity_;
+      if (slot.entry == nullptr) {
+        reads.emplace_back(slot.slot / groups_[group]->keys.slots_per_grain, &slot);
       }
     }
   }
-  return placed_tokens;
+  std::stable_sort(reads.begin(), reads.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (const auto& [grain, slot] : reads) {
+    const std::int32_t group = slot->key.group;
+    slot->host = host_->Place(group, static_cast<std::int32_t>(slot->slot % pool_.shard_count(group)));
+    if (!slot->host) {
+      return grain * prefix_granularity_;
+    }
+  }
+  return hit_tokens;
 }
 
 // Acquires what is loaded into, each block in the bucket of its copy. Blocks of other buckets may be all that

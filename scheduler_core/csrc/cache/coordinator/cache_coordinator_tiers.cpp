@@ -62,8 +62,8 @@ void CacheCoordinator::ExtendOnHost(PrefixProbe& probe, std::int64_t num_grains)
     return;
   }
   for (std::size_t i = 0; i < num_closed_; ++i) {
-    runs[order_[i]].hits.resize(static_cast<std::size_t>((bound_grains - device_grains) *
-                                                         groups_[order_[i]]->keys.slots_per_grain));
+    runs[order_[i]].hits.resize(
+        static_cast<std::size_t>((bound_grains - device_grains) * groups_[order_[i]]->keys.slots_per_grain));
   }
   probe.hit_tokens = bound_grains * prefix_granularity_;
   probe.host_hits = std::move(runs);
@@ -81,12 +81,10 @@ void CacheCoordinator::KeepWindowOf(PrefixProbe& probe, std::size_t group) const
   }
   const std::int64_t slots_per_grain = open.keys.slots_per_grain;
   const std::int64_t end_slot = probe.hit_tokens / prefix_granularity_ * slots_per_grain;
-  const std::int64_t first_slot =
-      std::max<std::int64_t>(0, end_slot - open.geometry.num_lookback_blocks());
+  const std::int64_t first_slot = std::max<std::int64_t>(0, end_slot - open.geometry.num_lookback_blocks());
   GroupHits& hits = probe.hits[group];
-  const std::int64_t num_unread =
-      std::clamp<std::int64_t>(first_slot - hits.first_slot, 0,
-                               static_cast<std::int64_t>(hits.entries.size()));
+  const std::int64_t num_unread = std::clamp<std::int64_t>(first_slot - hits.first_slot, 0,
+                                                           static_cast<std::int64_t>(hits.entries.size()));
   hits.entries.erase(hits.entries.begin(), hits.entries.begin() + num_unread);
   hits.first_slot = hits.entries.empty() ? probe.host_hits[group].first_slot : first_slot;
 }
@@ -115,8 +113,8 @@ std::vector<std::int64_t> CacheCoordinator::NumDetaching(std::span<const BlockTa
 }
 
 void CacheCoordinator::QueueStore(const CacheGroup& group, const CacheKey& key, StoreScope scope) {
-  const bool is_stored = scope == StoreScope::kEverything || (scope == StoreScope::kWindows &&
-                                                              group.spec.kind == AttentionKind::kSlidingWindow);
+  const bool is_stored = scope == StoreScope::kEverything ||
+                         (scope == StoreScope::kWindows && group.spec.kind == AttentionKind::kSlidingWindow);
   if (transfers_ && is_stored) {
     transfers_->QueueStore(key);
   }

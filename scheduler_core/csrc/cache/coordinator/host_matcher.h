@@ -29,9 +29,10 @@ inline SlotRun<HostHit> MatchOnHost(const CacheGroup& group, const PrefixCacheIn
     return HostHit{.entry = entry,
                    .is_in_storage = entry == nullptr && shadow != nullptr && shadow->Contains(key)};
   };
-  return group.is_closed() ? FullAttentionMatcher::MatchFrom(known_slots, end_slot, find)
-                           : SlidingWindowMatcher::MatchFrom(known_slots, end_slot, group.keys.slots_per_grain,
-                                                             group.geometry.num_lookback_blocks(), find);
+  return group.is_closed()
+             ? FullAttentionMatcher::MatchFrom(known_slots, end_slot, find)
+             : SlidingWindowMatcher::MatchFrom(known_slots, end_slot, group.keys.slots_per_grain,
+                                               group.geometry.num_lookback_blocks(), find);
 }
 
 }  // namespace pdmesh

@@ -2,9 +2,10 @@
 //
 // The pool owns placement and reference counts. It knows which child slots are taken, never by whom, and not
 // what they hold. Two kinds of reference stand apart from the others, because somebody has to know without a
-// scan when only they are left: the one watcher of a block (the prefix index) and its pins (transfers). A parent (LCM block) has no group until its first child binds it and loses the group with
-// its last child. No call walks the parents: free-slot counts, the order of partly filled parents and the
-// FIFO of empty parents change together with every occupancy change.
+// scan when only they are left: the one watcher of a block (the prefix index) and its pins (transfers). A
+// parent (LCM block) has no group until its first child binds it and loses the group with its last child. No
+// call walks the parents: free-slot counts, the order of partly filled parents and the FIFO of empty parents
+// change together with every occupancy change.
 //
 // Not thread-safe. Outlives every CacheBlockRef it hands out (destroying it earlier ends the process).
 #pragma once
@@ -160,7 +161,8 @@ class BlockPool {
     return num_standing_[Index(child)] != 0 && references_[Index(child)] == num_standing_[Index(child)];
   }
   // Changes how many references of a block are its watcher's and its pins'.
-  void ChangeStanding(const CacheBlockRef& block, std::int32_t watch_change, std::int32_t pin_change) noexcept;
+  void ChangeStanding(const CacheBlockRef& block, std::int32_t watch_change,
+                      std::int32_t pin_change) noexcept;
   void AddWatchedOnlyChild(std::int32_t child, std::int32_t change) noexcept;
   void Release(std::int32_t child, std::int32_t block_id) noexcept;
   Parent& ParentOf(std::int32_t child) noexcept { return parents_[Index(child / max_packing_)]; }

@@ -24,7 +24,8 @@ class StorageShadow {
   std::int64_t num_unreadable_keys() const { return unreadable_.size(); }
 
   // Storage has these keys of one prefix, front first. When they are too many the front of the prefix is kept
-  // without a gap, whatever of its rear was here before; other prefixes leave first. Unreadable keys stay out.
+  // without a gap, whatever of its rear was here before; other prefixes leave first. Unreadable keys stay
+  // out.
   void Register(std::span<const CacheKey> keys);
   // The same for keys that were just written. `created` of them were missing before, so what storage has
   // under these is new, and an unreadable one can be read again.
