@@ -23,6 +23,8 @@ from scheduler_core._core import (
     GrantedEvent,
     HandedOverEvent,
     Handover,
+    LoadDoneEvent,
+    LoadOperation,
     Plan,
     QuiescedEvent,
     ReadyEvent,
@@ -35,6 +37,9 @@ from scheduler_core._core import (
     Role,
     Scheduler,
     SchedulerConfig,
+    StorageKey,
+    StoreDoneEvent,
+    StoreOperation,
     SubmitError,
     hash_grains,
 )
@@ -51,6 +56,8 @@ Event: TypeAlias = (
     | QuiescedEvent
     | ReserveEvent
     | RetractEvent
+    | StoreDoneEvent
+    | LoadDoneEvent
 )
 
 __all__ = [
@@ -69,6 +76,8 @@ __all__ = [
     "GrantedEvent",
     "HandedOverEvent",
     "Handover",
+    "LoadDoneEvent",
+    "LoadOperation",
     "Plan",
     "QuiescedEvent",
     "ReadyEvent",
@@ -81,6 +90,9 @@ __all__ = [
     "Role",
     "Scheduler",
     "SchedulerConfig",
+    "StorageKey",
+    "StoreDoneEvent",
+    "StoreOperation",
     "SubmitError",
     "hash_grains",
 ]

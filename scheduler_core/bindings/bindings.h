@@ -38,11 +38,12 @@ inline nb::list ViewsOf(const std::vector<std::vector<std::int32_t>>& groups, nb
 }
 
 // Throws nanobind's TypeError when the object is no event.
-EventView EventViewOf(nb::handle event);
+AnyEventView EventViewOf(nb::handle event);
 
 void BindConfig(nb::module_& module);
 void BindEvents(nb::module_& module);
 void BindPlan(nb::module_& module);
 void BindScheduler(nb::module_& module);
+void BindTiers(nb::module_& module);
 
 }  // namespace pdmesh::bindings

@@ -11,6 +11,7 @@ NB_MODULE(_core, module) {
   nb::exception<pdmesh::ContractError>(module, "ContractError", PyExc_RuntimeError);
   pdmesh::bindings::BindConfig(module);
   pdmesh::bindings::BindEvents(module);
+  pdmesh::bindings::BindTiers(module);
   pdmesh::bindings::BindPlan(module);
   pdmesh::bindings::BindScheduler(module);
 }

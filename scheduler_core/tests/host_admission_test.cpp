@@ -196,7 +196,8 @@ TEST(HostAdmission, AWindowBlockThatAStoreHoldsCannotMakeRoomForTheNext) {
     const std::vector<Extent> extents = {
         SparseSuffix{.first_slot = 2, .extent_tokens = 12, .reserve_tokens = 0}};
     const RequestProgress nothing{.digests = fixture.digests, .first_grain = 1, .end_grain = 1};
-    EXPECT_EQ(fixture.coordinator.CanSlide(tables, 8), has_spare_parent);
+    std::vector<std::vector<std::int32_t>> fresh_ids(1);
+    EXPECT_EQ(fixture.coordinator.Secure(tables, 8, 0, fresh_ids), has_spare_parent);
     auto next = fixture.coordinator.AdmitNext(tables, admission->epoch, nothing, 8, extents);
     EXPECT_EQ(next.has_value(), has_spare_parent);
     if (!has_spare_parent) {

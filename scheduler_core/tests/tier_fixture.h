@@ -112,7 +112,7 @@ class TierFixture {
   }
 
   void CompleteStores(const PlannedTransfers& planned) {
-    for (const StoreOperation& store : planned.stores) {
+    for (const PlannedStore& store : planned.stores) {
       coordinator.CompleteStore(store.operation_id, {});
     }
   }

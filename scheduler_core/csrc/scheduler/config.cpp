@@ -36,6 +36,16 @@ void ValidateKind(const std::string& name, const CacheGroupConfig& group) {
   }
 }
 
+void ValidateBlockIds(const std::string& name, const CacheGroupConfig& group, const std::string& field,
+                      std::int32_t num_lcm_blocks) {
+  const std::int64_t num_slots =
+      (std::int64_t{num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
+  if (num_slots > std::numeric_limits<std::int32_t>::max()) {
+    Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
+           " with " + field + " " + std::to_string(num_lcm_blocks) + " exceeds int32 block ids");
+  }
+}
+
 void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group) {
   const std::string name = "cache_groups[\"" + group.group_id + "\"]";
   if (group.group_id.empty()) {
@@ -59,12 +69,8 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
            std::to_string(config.prefix_granularity) + " beside the state group " + name +
            ", whose chunks end on grain boundaries");
   }
-  const std::int64_t num_slots =
-      (std::int64_t{config.num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
-  if (num_slots > std::numeric_limits<std::int32_t>::max()) {
-    Refuse(name + ".cache_blocks_per_lcm_block " + std::to_string(group.cache_blocks_per_lcm_block) +
-           " with num_lcm_blocks " + std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
-  }
+  ValidateBlockIds(name, group, "num_lcm_blocks", config.num_lcm_blocks);
+  ValidateBlockIds(name, group, "num_host_lcm_blocks", config.num_host_lcm_blocks);
 }
 
 // A hit is followed by a replayed window, and no last chunk may be shorter than one, so two must fit a round.
@@ -104,6 +110,10 @@ void SchedulerConfig::Validate() const {
   RequireAtLeast("token_budget", token_budget, 1);
   RequireAtLeast("max_ready_ungranted", max_ready_ungranted, 1);
   RequireAtLeast("verify_width", verify_width, 1);
+  RequireAtLeast("num_host_lcm_blocks", num_host_lcm_blocks, 0);
+  if (enable_storage && num_host_lcm_blocks == 0) {
+    Refuse("enable_storage needs a host tier, num_host_lcm_blocks is 0");
+  }
   if (role == Role::kFused && token_budget < verify_width) {
     Refuse("token_budget " + std::to_string(token_budget) + " must be at least verify_width " +
            std::to_string(verify_width) + ", which every decode row takes of it");

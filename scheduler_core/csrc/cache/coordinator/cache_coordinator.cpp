@@ -240,15 +240,21 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
   return admission;
 }
 
-bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
-                              std::vector<std::vector<std::int32_t>>& fresh_ids) {
+bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_computed_tokens,
+                              std::int64_t num_tokens, std::vector<std::vector<std::int32_t>>& fresh_ids) {
   const auto closed = std::span(order_).first(num_closed_);
-  if (std::all_of(closed.begin(), closed.end(),
-                  [&](std::size_t group) { return tables[group].tail_room() >= num_tokens; })) {
+  std::vector<std::int64_t> num_missing = NumDetaching(tables, num_computed_tokens);
+  const bool is_detaching = std::any_of(num_missing.begin(), num_missing.end(),
+                                        [](std::int64_t num_blocks) { return num_blocks > 0; });
+  if (!is_detaching && std::all_of(closed.begin(), closed.end(), [&](std::size_t group) {
+        return tables[group].tail_room() >= num_tokens;
+      })) {
     return true;
   }
-  const std::optional<std::vector<EvictionVictim>> victims =
-      PlanEvictions(pool_, NumMissingToSecure(tables, num_tokens), indexes_);
+  for (const std::size_t group : closed) {
+    num_missing[group] = PlanSecure(tables, group, num_tokens).num_blocks;
+  }
+  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
   if (!victims) {
     return false;
   }

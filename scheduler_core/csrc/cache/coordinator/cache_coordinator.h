@@ -41,6 +41,8 @@ struct PrefixProbe {
   std::int64_t device_hit_tokens = 0;
   std::int64_t storage_hit_tokens = 0;           // in grains of which a part must be read from storage
   std::vector<SlotRun<HostHit>> host_hits = {};  // by group
+
+  bool reads_storage() const;
 };
 
 struct TierConfig {
@@ -153,10 +155,11 @@ class CacheCoordinator {
                                      const RequestProgress& progress, std::int64_t num_computed_tokens,
                                      std::span<const Extent> extents);
 
-  // Makes sure that every full group has room for `num_tokens` behind the last one, which costs nothing where
-  // it has. Evicts what must go and appends the ids of fresh blocks to `fresh_ids[group]`. False, with
-  // nothing changed, if it does not fit.
-  bool Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
+  // Makes sure that every full group has room for `num_tokens` behind the last one, and that what expires at
+  // `num_computed_tokens` while transfers hold it can be replaced; costs nothing where both is so. Evicts
+  // what must go and appends the ids of fresh blocks to `fresh_ids[group]`. False, with nothing changed, if
+  // it does not fit.
+  bool Secure(std::span<BlockTable> tables, std::int64_t num_computed_tokens, std::int64_t num_tokens,
               std::vector<std::vector<std::int32_t>>& fresh_ids);
   // Whether Secure() would succeed if everything evictable and what is releasable went.
   bool CouldSecure(std::span<const BlockTable> tables, std::int64_t num_tokens,
@@ -164,13 +167,9 @@ class CacheCoordinator {
 
   // A decode step, which publishes nothing: gives up what expired and makes room for `num_tokens` behind the
   // last one, out of the room the tables have or the blocks the request was promised. Appends the ids of
-  // fresh blocks to `fresh_ids[group]`. REQUIRES: an earlier admission or Secure() made the room.
+  // fresh blocks to `fresh_ids[group]`. REQUIRES: Secure() for the same step.
   void Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens, std::int64_t num_tokens,
             std::vector<std::vector<std::int32_t>>& fresh_ids);
-
-  // False while transfers hold blocks that would expire at `num_computed_tokens` and nothing else can take
-  // their place. The request then waits; a transfer always ends.
-  bool CanSlide(std::span<const BlockTable> tables, std::int64_t num_computed_tokens) const;
 
   // Whether every closed group has published one grain. No hit reaches beyond a grain that one of them lacks.
   bool HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const;
@@ -197,13 +196,16 @@ class CacheCoordinator {
   // Wants copies of the first `num_grains` grains of a chain, as far as the device has them: of full groups
   // everything, of state groups the newest state, of sliding groups what continuing from either end reads.
   void QueueSnapshot(std::span<const Digest> digests, std::int32_t num_grains, StoreGuard guard);
-  // The transfers of a plan, when all else of it is decided.
-  PlannedTransfers StartTransfers();
+  // The transfers of a plan, when all else of it is decided. Pinned stores that are held back are asked for
+  // again the next time.
+  PlannedTransfers StartTransfers(bool holds_pinned_stores_back = false);
   void CompleteStore(std::uint64_t operation_id, std::span<const CacheKey> created);
   void CompleteLoad(std::uint64_t operation_id, bool is_success, std::span<const CacheKey> missed);
   bool IsLoadUnderWay(std::uint64_t operation_id) const {
     return transfers_ && transfers_->IsLoadUnderWay(operation_id);
   }
+  bool has_transfer() const { return transfers_ && !transfers_->is_idle(); }
+  // Transfers whose blocks nobody can take before they end.
   bool has_load() const { return transfers_ && transfers_->has_load(); }
   bool has_pinned_store() const { return transfers_ && transfers_->has_pinned_store(); }
   void RegisterStorageKeys(std::span<const CacheKey> keys);

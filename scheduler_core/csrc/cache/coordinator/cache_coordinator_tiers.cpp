@@ -7,6 +7,13 @@
 
 namespace pdmesh {
 
+bool PrefixProbe::reads_storage() const {
+  return std::any_of(host_hits.begin(), host_hits.end(), [](const SlotRun<HostHit>& run) {
+    return std::any_of(run.hits.begin(), run.hits.end(),
+                       [](const HostHit& hit) { return hit.is_in_storage; });
+  });
+}
+
 void CacheCoordinator::AddTiers(const TierConfig& tiers) {
   if (tiers.num_host_lcm_blocks == 0) {
     return;
@@ -89,10 +96,6 @@ void CacheCoordinator::KeepWindowOf(PrefixProbe& probe, std::size_t group) const
   hits.first_slot = hits.entries.empty() ? probe.host_hits[group].first_slot : first_slot;
 }
 
-bool CacheCoordinator::CanSlide(std::span<const BlockTable> tables, std::int64_t num_computed_tokens) const {
-  return PlanEvictions(pool_, NumDetaching(tables, num_computed_tokens), indexes_).has_value();
-}
-
 // By group: blocks that expire from the tables and are then held by transfers alone.
 std::vector<std::int64_t> CacheCoordinator::NumDetaching(std::span<const BlockTable> tables,
                                                          std::int64_t num_computed_tokens) const {
@@ -171,8 +174,8 @@ std::int64_t CacheCoordinator::NewestStateGrains(std::span<const Digest> digests
   return boundary;
 }
 
-PlannedTransfers CacheCoordinator::StartTransfers() {
-  return transfers_ ? transfers_->Start() : PlannedTransfers();
+PlannedTransfers CacheCoordinator::StartTransfers(bool holds_pinned_stores_back) {
+  return transfers_ ? transfers_->Start(holds_pinned_stores_back) : PlannedTransfers();
 }
 
 void CacheCoordinator::CompleteStore(std::uint64_t operation_id, std::span<const CacheKey> created) {

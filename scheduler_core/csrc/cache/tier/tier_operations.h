@@ -17,7 +17,7 @@ struct TierCopy {
 };
 
 // Acknowledged when the copies are done, with storage on when they are backed up as well.
-struct StoreOperation {
+struct PlannedStore {
   std::uint64_t operation_id;  // rises, never used again
   // Pinned: nobody writes to the sources before the acknowledgement. Otherwise the plan itself may grant them
   // to others, so the copies go before its zeroing.
@@ -25,7 +25,7 @@ struct StoreOperation {
   std::vector<TierCopy> copies;  // at least one; group by group
 };
 
-struct LoadOperation {
+struct PlannedLoad {
   std::uint64_t operation_id;
   std::vector<TierCopy> copies;
 };

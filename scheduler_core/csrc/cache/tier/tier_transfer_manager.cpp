@@ -79,13 +79,17 @@ void TierTransferManager::QueueLoad(WantedLoad load) {
       {.wanted = std::move(load), .destination = PinnedBlock(device_pool_, std::move(device))});
 }
 
-PlannedTransfers TierTransferManager::Start() {
+PlannedTransfers TierTransferManager::Start(bool holds_queued_stores_back) {
   PlannedTransfers planned;
   if (!stores_ahead_.empty()) {
     planned.stores.push_back(StartStores(std::exchange(stores_ahead_, {}), /*is_pinned=*/false));
   }
   std::vector<Store> stores;
-  for (const CacheKey& key : std::exchange(queued_stores_, {})) {
+  std::vector<CacheKey> queued;
+  if (!holds_queued_stores_back) {
+    queued.swap(queued_stores_);
+  }
+  for (const CacheKey& key : queued) {
     if (std::optional<Store> store = MakeStore(key, /*is_pinned=*/true)) {
       stores.push_back(std::move(*store));
     }
@@ -99,8 +103,8 @@ PlannedTransfers TierTransferManager::Start() {
   return planned;
 }
 
-StoreOperation TierTransferManager::StartStores(std::vector<Store> stores, bool is_pinned) {
-  StoreOperation operation{.operation_id = ++last_operation_id_, .is_pinned = is_pinned, .copies = {}};
+PlannedStore TierTransferManager::StartStores(std::vector<Store> stores, bool is_pinned) {
+  PlannedStore operation{.operation_id = ++last_operation_id_, .is_pinned = is_pinned, .copies = {}};
   for (const Store& store : stores) {
     operation.copies.push_back({.group = store.key.group,
                                 .source_block_id = store.source_block_id,
@@ -114,8 +118,8 @@ StoreOperation TierTransferManager::StartStores(std::vector<Store> stores, bool 
   return operation;
 }
 
-LoadOperation TierTransferManager::StartLoads() {
-  LoadOperation operation{.operation_id = ++last_operation_id_, .copies = {}};
+PlannedLoad TierTransferManager::StartLoads() {
+  PlannedLoad operation{.operation_id = ++last_operation_id_, .copies = {}};
   for (const Load& load : wanted_loads_) {
     operation.copies.push_back({.group = load.wanted.key.group,
                                 .source_block_id = load.wanted.host.block_id(),

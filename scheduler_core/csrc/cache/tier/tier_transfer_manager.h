@@ -53,8 +53,8 @@ struct WantedLoad {
 };
 
 struct PlannedTransfers {
-  std::vector<StoreOperation> stores;  // the one that runs ahead first
-  std::optional<LoadOperation> load;
+  std::vector<PlannedStore> stores;  // the one that runs ahead first
+  std::optional<PlannedLoad> load;
 };
 
 class TierTransferManager {
@@ -69,8 +69,9 @@ class TierTransferManager {
   void StoreAhead(const CacheKey& key);
   void QueueLoad(WantedLoad load);
 
-  // Makes operations of all that is wanted. At the end of every plan.
-  PlannedTransfers Start();
+  // Makes operations of all that is wanted, but of queued stores only if they are not held back. At the end
+  // of every plan.
+  PlannedTransfers Start(bool holds_queued_stores_back = false);
 
   // Acknowledgements; of an operation that is not under way they change nothing. With storage the blocks of
   // a store are backed up by then, `created` being the keys that storage did not have before.
@@ -107,8 +108,8 @@ class TierTransferManager {
   };
 
   std::optional<Store> MakeStore(const CacheKey& key, bool is_pinned);
-  StoreOperation StartStores(std::vector<Store> stores, bool is_pinned);
-  LoadOperation StartLoads();
+  PlannedStore StartStores(std::vector<Store> stores, bool is_pinned);
+  PlannedLoad StartLoads();
   void PublishLoaded(const Load& load);
   void WithdrawUnfilled(const Load& load);
 
