@@ -69,6 +69,8 @@ def scheduler_config(
     verify_width: int = 1,
     overlap_depth: int = 0,
     eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
+    num_host_lcm_blocks: int = 0,
+    enable_storage: bool = False,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
         role=role,
@@ -82,6 +84,8 @@ def scheduler_config(
         verify_width=verify_width,
         overlap_depth=overlap_depth,
         eviction_policy=eviction_policy,
+        num_host_lcm_blocks=num_host_lcm_blocks,
+        enable_storage=enable_storage,
     )
 
 
