@@ -131,9 +131,9 @@ bool Scheduler::HasRoomForDecode(const Round& round, std::int32_t num_spared_tok
   return round.num_free_rows() > 0 && round.num_budget_tokens() - num_spared_tokens >= DecodeCostTokens();
 }
 
-// What ran before comes before what is new.
+// What holds blocks comes before what ran before, and that before what is new.
 void Scheduler::PlanPrefills(Round& round) {
-  if (PlanReadmission(round) && PlanResidentChunks(round) && NextReadmission() == nullptr) {
+  if (PlanResidentChunks(round) && PlanReadmission(round) && NextReadmission() == nullptr) {
     PlanNewPrompts(round);
   }
 }

@@ -47,10 +47,11 @@ class HostMemory(Generic[Content]):
         """Before a plan. An object may be lost as soon as it was said to be there."""
         queries = self.scheduler.storage_queries()
         assert len(set(queries)) == len(queries)
-        self.scheduler.register_storage_keys([key for key in queries if key in self.storage])
+        known = [key for key in queries if key in self.storage]
+        self.scheduler.register_storage_keys(known)
         self.scheduler.unregister_storage_keys([key for key in queries if key not in self.storage])
-        if self.storage and self.chance.random() < 0.1:
-            del self.storage[self.chance.choice(list(self.storage))]
+        if known and self.chance.random() < 0.3:
+            del self.storage[self.chance.choice(known)]
 
     def copy_ahead(self, plan: sc.Plan) -> None:
         """What is stored before anything else of the plan, and what is read for the others while it runs."""
