@@ -63,7 +63,9 @@ void BindSpec(nb::module_& module) {
 }
 
 void BindCapacity(nb::module_& module) {
-  nb::class_<Capacity>(module, "Capacity", "Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.")
+  nb::class_<Capacity>(
+      module, "Capacity",
+      "Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.")
       .def_ro("total_lcm_blocks", &Capacity::total_lcm_blocks)
       .def_ro("empty_lcm_blocks", &Capacity::empty_lcm_blocks)
       .def_ro("active_lcm_blocks", &Capacity::active_lcm_blocks)
@@ -72,8 +74,10 @@ void BindCapacity(nb::module_& module) {
       .def_ro("num_waiting", &Capacity::num_waiting)
       .def_ro("num_running", &Capacity::num_running)
       .def_ro("num_live_requests", &Capacity::num_live_requests)
-      .def_prop_ro("total_host_lcm_blocks", [](const Capacity& gauges) { return gauges.host.total_lcm_blocks; })
-      .def_prop_ro("empty_host_lcm_blocks", [](const Capacity& gauges) { return gauges.host.empty_lcm_blocks; })
+      .def_prop_ro("total_host_lcm_blocks",
+                   [](const Capacity& gauges) { return gauges.host.total_lcm_blocks; })
+      .def_prop_ro("empty_host_lcm_blocks",
+                   [](const Capacity& gauges) { return gauges.host.empty_lcm_blocks; })
       .def_prop_ro(
           "active_host_lcm_blocks", [](const Capacity& gauges) { return gauges.host.active_lcm_blocks; },
           "a transfer reads or writes there")
@@ -157,9 +161,10 @@ void BindScheduler(nb::module_& module) {
       .def("clear_device_cache", &Scheduler::ClearDeviceCache,
            "Empties the prefix cache of the device; what the host has can be hit as before. False, with "
            "nothing changed, if can_clear is.")
-      .def("clear_cache", &Scheduler::ClearCache,
-           "Empties the prefix cache on both tiers and forgets what storage has. False, with nothing changed, "
-           "if can_clear is.")
+      .def(
+          "clear_cache", &Scheduler::ClearCache,
+          "Empties the prefix cache on both tiers and forgets what storage has. False, with nothing changed, "
+          "if can_clear is.")
       .def("storage_queries", &Scheduler::StorageQueries,
            "With storage: what it may be asked for before the next plan, of one prompt its front first. The "
            "answer promises nothing.")

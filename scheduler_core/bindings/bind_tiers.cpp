@@ -87,8 +87,8 @@ void BindTransferEvents(nb::module_& module) {
       .def(
           "__init__",
           [](LoadDoneEvent* self, std::uint64_t operation_id, bool success, std::vector<CacheKey> missed) {
-            new (self) LoadDoneEvent{
-                .operation_id = operation_id, .success = success, .missed = std::move(missed)};
+            new (self)
+                LoadDoneEvent{.operation_id = operation_id, .success = success, .missed = std::move(missed)};
           },
           "operation_id"_a, "success"_a = true, "missed"_a = std::vector<CacheKey>())
       .def_ro("operation_id", &LoadDoneEvent::operation_id)

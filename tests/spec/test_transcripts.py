@@ -202,16 +202,12 @@ def _ids_of(values: list[int]) -> str:
     return " ".join("-" if value == 0 else str(value) for value in values if value >= 0)
 
 
-def _copies_of(
-    operation: sc.StoreOperation | sc.LoadOperation, name_of: Callable[[sc.StorageKey], str]
-) -> str:
+def _copies_of(operation: sc.StoreOperation | sc.LoadOperation, name_of: Callable[[sc.StorageKey], str]) -> str:
     copies = zip(operation.copies.tolist(), operation.keys, strict=True)
     return " ".join(f"{name_of(key)}:{source}>{destination}" for (_, source, destination), key in copies)
 
 
-def _lines_of(
-    plan: sc.Plan, group_ids: list[str], name_of: Callable[[sc.StorageKey], str]
-) -> Iterator[str]:
+def _lines_of(plan: sc.Plan, group_ids: list[str], name_of: Callable[[sc.StorageKey], str]) -> Iterator[str]:
     """A plan in the order in which it is carried out."""
     for request_id in plan.finished:
         yield f"finished {request_id}"

@@ -1,5 +1,5 @@
-// What the runtime tells the scheduler, about requests and about transfers. Plain values; the transition table
-// gives those of requests their meaning.
+// What the runtime tells the scheduler, about requests and about transfers. Plain values; the transition
+// table gives those of requests their meaning.
 #pragma once
 
 #include <cstdint>

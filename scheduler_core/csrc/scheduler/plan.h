@@ -1,6 +1,6 @@
-// Plan: what the runtime carries out next, in this order: stores that are not pinned, zero blocks, loads, send
-// remote prefills and handovers, run the forward batch. Pinned stores may take their time beside all of it.
-// Immutable once built; the scheduler keeps nothing of it.
+// Plan: what the runtime carries out next, in this order: stores that are not pinned, zero blocks, loads,
+// send remote prefills and handovers, run the forward batch. Pinned stores may take their time beside all of
+// it. Immutable once built; the scheduler keeps nothing of it.
 #pragma once
 
 #include <cstdint>

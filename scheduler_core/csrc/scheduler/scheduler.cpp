@@ -44,10 +44,10 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       capacity_model_(config_),
       row_layout_(LayoutOf(config_)),
       replay_window_tokens_(config_.replay_window_tokens()),
-      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
-                   config_.eviction_policy,
-                   {.num_host_lcm_blocks = config_.num_host_lcm_blocks,
-                    .enable_storage = config_.enable_storage}),
+      coordinator_(
+          config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
+          config_.eviction_policy,
+          {.num_host_lcm_blocks = config_.num_host_lcm_blocks, .enable_storage = config_.enable_storage}),
       slots_(NumSlots(config_)) {}
 
 void Scheduler::CheckSpec(const RequestSpec& spec) const {
@@ -127,7 +127,8 @@ std::vector<Scheduler::JudgedChange> Scheduler::JudgeEvents(std::span<const AnyE
       continue;
     }
     const auto& of_transfer = std::get<TransferEventView>(event);
-    if (const auto* load = std::get_if<const LoadDoneEvent*>(&of_transfer); load != nullptr && !(*load)->success) {
+    if (const auto* load = std::get_if<const LoadDoneEvent*>(&of_transfer);
+        load != nullptr && !(*load)->success) {
       JudgeFailedLoad(**load, to_apply);
     }
     to_apply.emplace_back(of_transfer);

@@ -230,7 +230,7 @@ class Scheduler {
   std::unordered_map<std::int32_t, std::int32_t>
       num_quarantined_children_;               // by parent that has any; looked up, never walked
   bool last_round_was_local_prefill_ = false;  // decode role
-  bool holds_stores_back_ = false;  // somebody waits for room until no pinned store is under way
+  bool holds_stores_back_ = false;             // somebody waits for room until no pinned store is under way
 
   // The newest plan's load, if it has one, and whose rows the plan has.
   struct LoadingPlan {

@@ -353,7 +353,8 @@ void Scheduler::Publish(Holdings& holdings, const RequestProgress& progress) {
 }
 
 // Publishes what a retracted request would want to find again: full grains, and the newest state that one of
-// its chunks left, whatever boundary that was. The host copies it ahead of what the plan does with the blocks.
+// its chunks left, whatever boundary that was. The host copies it ahead of what the plan does with the
+// blocks.
 void Scheduler::PublishSnapshot(Request& request, Holdings& holdings) {
   if (request.phase() == Phase::kPrefilling) {
     holdings.boundary_kind = std::max(holdings.boundary_kind, BoundaryKind::kEndpoint);

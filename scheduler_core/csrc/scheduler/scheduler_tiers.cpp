@@ -148,8 +148,7 @@ Scheduler::PlanRoom Scheduler::RoomForNewPrompts() const {
       return {};
     }
     ++num_resident_rows;
-    room.num_budget_tokens -=
-        request->num_prompt_tokens - HoldingsOf(request->state)->num_computed_tokens;
+    room.num_budget_tokens -= request->num_prompt_tokens - HoldingsOf(request->state)->num_computed_tokens;
   }
   switch (config_.role) {
     case Role::kPrefill:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import scheduler_core as sc
 
-from .tier_runtime import HostMemory
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
+from .tier_runtime import HostMemory
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -465,10 +465,14 @@ def test_the_histories_make_requests_give_way(role: sc.Role, overlap_depth: int)
 @pytest.mark.behaviour("O3")
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
 @pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
-def test_the_histories_restore_prefixes_from_the_tiers_below(
-    role: sc.Role, groups: list[sc.CacheGroupConfig]
-) -> None:
+def test_the_histories_restore_prefixes_from_the_tiers_below(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
     nodes = [play(role, groups, seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(12)]
     assert sum(node.num_host_hit_tokens for node in nodes) > 0
     assert sum(node.num_storage_hit_tokens for node in nodes) > 0
+
+
+@pytest.mark.behaviour("O5")
+@pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
+def test_the_histories_lose_objects_of_the_storage(role: sc.Role) -> None:
+    nodes = [play(role, GROUP_MIXES[0], seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(24)]
     assert sum(node.memory.num_failed_loads for node in nodes) > 0

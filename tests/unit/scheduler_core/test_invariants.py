@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import scheduler_core as sc
 
-from .tier_runtime import HostMemory
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
+from .tier_runtime import HostMemory
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -446,9 +446,7 @@ def test_every_history_keeps_the_books_and_comes_to_rest(
     has_storage: bool,
 ) -> None:
     has_storage = has_storage and num_host_lcm_blocks > 0
-    play(
-        role, groups, seed, num_moves, verify_width, overlap_depth, num_host_lcm_blocks, has_storage
-    ).come_to_rest()
+    play(role, groups, seed, num_moves, verify_width, overlap_depth, num_host_lcm_blocks, has_storage).come_to_rest()
 
 
 def test_equal_histories_give_equal_plans() -> None:
