@@ -84,6 +84,18 @@ void PrefixEvents::Describe(std::span<const std::int32_t> tokens, std::vector<st
   }
 }
 
+void PrefixEvents::DescribeOnly(std::span<const Digest> digests, std::span<const std::int32_t> tokens,
+                                std::vector<std::uint64_t>& hashes) {
+  const auto others = std::stable_partition(published_.begin(), published_.end(), [&](const Published& one) {
+    const auto position = static_cast<std::size_t>(one.grain);
+    return position < digests.size() && digests[position] == one.digest;
+  });
+  std::vector<Published> left(others, published_.end());
+  published_.erase(others, published_.end());
+  Describe(tokens, hashes);
+  published_ = std::move(left);
+}
+
 // A digest became resident.
 void PrefixEvents::Enter(const Published& published, std::span<const std::int32_t> tokens,
                          const std::vector<std::uint64_t>& hashes) {

@@ -59,6 +59,10 @@ class PrefixEvents final : public ResidencyObserver {
   // these are; `hashes` are the request's own, empty at first, and are continued as far as they are needed.
   void Describe(std::span<const std::int32_t> tokens, std::vector<std::uint64_t>& hashes);
 
+  // The same when others' blocks were published as well: takes up what has one of the request's `digests`.
+  void DescribeOnly(std::span<const Digest> digests, std::span<const std::int32_t> tokens,
+                    std::vector<std::uint64_t>& hashes);
+
   // The cache was emptied on purpose.
   void OnCleared();
 
