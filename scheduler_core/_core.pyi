@@ -93,7 +93,7 @@ class CacheGroupConfig:
 class SchedulerConfig:
     """Everything a scheduler is built from."""
 
-    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU, num_host_lcm_blocks: int = 0, enable_storage: bool = False) -> None: ...
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU, enable_prefix_events: bool = False, num_host_lcm_blocks: int = 0, enable_storage: bool = False) -> None: ...
 
     def validate(self) -> None:
         """
@@ -137,10 +137,43 @@ class SchedulerConfig:
     def eviction_policy(self) -> EvictionPolicy: ...
 
     @property
+    def enable_prefix_events(self) -> bool: ...
+
+    @property
     def num_host_lcm_blocks(self) -> int: ...
 
     @property
     def enable_storage(self) -> bool: ...
+
+class CapacityModel:
+    """
+    How much storage requests need, from the configuration alone: what a pool is sized by before it exists, and what the scheduler then accepts and reserves. num_lcm_blocks may be 0 for sizing. IndexError: no such group; ValueError: a negative number.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """
+        Raises ConfigError for what validate() refuses, counts of blocks apart.
+        """
+
+    def blocks(self, group: int, num_tokens: int) -> int:
+        """
+        Blocks of a group that one request of num_tokens holds at most at one time.
+        """
+
+    def lcm_blocks(self, num_tokens: int) -> int:
+        """Parents that such a request occupies at most when it is alone."""
+
+    def concurrent_blocks(self, *, group: int, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """
+        Blocks of a group that num_requests of up to context_tokens each hold at most, num_tokens in all.
+        """
+
+    def lcm_blocks_for_concurrency(self, *, num_requests: int, num_tokens: int, context_tokens: int) -> int:
+        """Parents that all groups together need for that."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Largest request that fits the configured number of parents alone."""
 
 class ResultEvent:
     """
@@ -666,6 +699,11 @@ class Scheduler:
 
     def unregister_storage_keys(self, keys: Sequence[StorageKey]) -> None:
         """Storage does not have them. Raises ContractError likewise."""
+
+    def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:
+        """
+        How the set of cached prefixes changed since the last call: apply in order. Empty unless enable_prefix_events.
+        """
 
     def describe(self) -> str:
         """A stable, line-oriented dump for people and transcripts."""
