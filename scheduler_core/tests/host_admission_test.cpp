@@ -6,7 +6,7 @@ namespace {
 
 constexpr TierConfig kHost{.num_host_lcm_blocks = 40};
 
-// behaviour: G3 G16 F1 I6
+// behaviour: G3, G16, F1, I6
 TEST(HostAdmission, AHostHitTakesOneBlockEachThatIsNotReportedAsFresh) {
   TierFixture fixture(2, 40, {FullGroup(2), SlidingGroup(4, 2)}, kHost);
   fixture.ComputeToHost(3);
@@ -47,7 +47,7 @@ TEST(HostAdmission, RestoredGrainsCanBeHitOnTheDeviceAtOnce) {
   fixture.coordinator.CompleteLoad(planned.load->operation_id, true, {});
 }
 
-// behaviour: F4 T1
+// behaviour: F4, T1
 TEST(HostAdmission, AFailedOneLeavesNoPinOnEitherTier) {
   TierFixture fixture(2, 4, {FullGroup(2)}, kHost);
   fixture.ComputeToHost(3);
@@ -63,7 +63,7 @@ TEST(HostAdmission, AFailedOneLeavesNoPinOnEitherTier) {
   EXPECT_EQ(fixture.coordinator.host()->index(0).num_entries(), 3);
 }
 
-// behaviour: E7 F4
+// behaviour: E7, F4
 TEST(HostAdmission, ABlockThatTheDeviceHasAllTheSameIsNotLoaded) {
   TierFixture fixture(4, 40, {FullGroup(4), StateGroup(4)}, kHost);
   fixture.ComputeToHost(3);
@@ -296,7 +296,7 @@ TEST(HostAdmission, ALoadThatItsOwnerHasNoRoomForIsComputedInstead) {
   EXPECT_EQ(last[0].block_ids()[0], 4);
 }
 
-// behaviour: M10 M11 N3
+// behaviour: M10, M11, N3
 TEST(HostAdmission, ASnapshotHasTheFullGrainsTheNewestStateAndTheWindowsItNeeds) {
   TierFixture fixture(2, 60, {FullGroup(2), SlidingGroup(4, 2), StateGroup(2)}, kHost, 6);
   TierRequest request{.tables = fixture.coordinator.MakeTables(), .admission = {}, .probe = {}};
@@ -335,7 +335,7 @@ TEST(HostAdmission, ASnapshotHasTheFullGrainsTheNewestStateAndTheWindowsItNeeds)
   fixture.CompleteStores(planned);
 }
 
-// behaviour: N11 O11
+// behaviour: N11, O11, D9
 TEST(HostAdmission, AClearWaitsForTransfersAndLeavesTheHost) {
   TierFixture fixture(2, 10, {FullGroup(2)}, kHost, 4);
   fixture.ComputeOnce(3, StoreScope::kEverything);

@@ -15,7 +15,7 @@ PrefixProbe ProbeWith(TierFixture& fixture, const std::vector<std::vector<std::i
   return fixture.coordinator.ProbePrefix(fixture.digests, 8);
 }
 
-// behaviour: F1 F2
+// behaviour: F1, F2
 TEST(HostMatch, TheHostContinuesWhereTheDeviceEnds) {
   TierFixture fixture(2, 40, {FullGroup(2), SlidingGroup(4, 2)}, kHostAndStorage);
   const PrefixProbe probe = ProbeWith(fixture, {{1, 2, 3}, {2, 3}});
@@ -28,7 +28,7 @@ TEST(HostMatch, TheHostContinuesWhereTheDeviceEnds) {
   EXPECT_TRUE(probe.hits[1].entries.empty());  // nobody reads the device's window any more
 }
 
-// behaviour: F2 F4
+// behaviour: F2, F4
 TEST(HostMatch, ABlockAboveTheCommonBoundaryIsNoPartOfTheHit) {
   TierFixture fixture(2, 40, {FullGroup(2), SlidingGroup(4, 2)}, kHostAndStorage);
   const PrefixProbe probe = ProbeWith(fixture, {{1, 2, 3}, {1, 2}});
@@ -64,7 +64,7 @@ TEST(HostMatch, AWindowOfOneTokenExtendsByHoles) {
   EXPECT_EQ(request.tables[1].num_held_blocks(), 1);
 }
 
-// behaviour: E8 E9
+// behaviour: E8, E9
 TEST(HostMatch, WhatTheHostBacksNeedsNoPromotion) {
   TierFixture fixture(4, 40, {FullGroup(4), StateGroup(4)}, kHostAndStorage);
   fixture.ComputeOnce(4);

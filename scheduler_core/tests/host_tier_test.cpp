@@ -25,7 +25,7 @@ bool Has(const HostTier& host, std::int32_t group, std::uint8_t content) {
   return host.index(group).Find(Key(group, content)) != nullptr;
 }
 
-// behaviour: A1 N4
+// behaviour: A1, N4
 TEST(HostTier, UsesHolesAndEmptyParentsBeforeItGivesACopyUp) {
   HostTier host(2, {2, 1}, {1, 1}, {Closure::kClosed, Closure::kClosed});
   EXPECT_EQ(Put(host, 0, 1, 1), 1);
@@ -88,7 +88,7 @@ TEST(HostTier, ACopyLiesInTheBucketThatIsAskedFor) {
   EXPECT_FALSE(Has(host, 0, 1));
 }
 
-// behaviour: A1 T5
+// behaviour: A1, T5
 TEST(HostTier, AClearedTierIsEmpty) {
   HostTier host(3, {2}, {1}, {Closure::kClosed});
   Put(host, 0, 1, 1);

@@ -77,9 +77,9 @@ std::vector<std::int64_t> Serve(Scheduler& scheduler,
       results.push_back({.request_id = plan->request_ids[row], .tokens = {}});
       results.back().tokens.resize(plan->logits_wanted[row], 7);
     }
-    std::vector<EventView> events;
+    std::vector<AnyEventView> events;
     for (const ResultEvent& result : results) {
-      events.push_back(&result);
+      events.push_back(EventView(&result));
     }
     scheduler.Advance(events);
   }
@@ -132,7 +132,7 @@ TEST(SchedulerThreads, PrefixEventsAreReadOnAnotherThreadWhileTheSchedulerGoesOn
     return count;
   });
   const AbortEvent abort{.request_id = "0"};
-  scheduler.Advance(std::vector<EventView>{&abort});
+  scheduler.Advance(std::vector<AnyEventView>{EventView(&abort)});
   scheduler.NextPlan();
   EXPECT_GT(num_tokens.get(), 0U);
 }

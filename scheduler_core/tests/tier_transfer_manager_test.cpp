@@ -99,7 +99,7 @@ TEST(TierTransferManager, APinnedSourceStaysUntilItIsDone) {
   EXPECT_FALSE(tiers.transfers.has_pinned_store());
 }
 
-// behaviour: N6 M10
+// behaviour: N6, M10
 TEST(TierTransferManager, AStoreThatRunsAheadHoldsTheHostSideOnly) {
   Tiers tiers(4);
   const std::int32_t source = tiers.Publish(1).block_id();
@@ -121,7 +121,7 @@ TEST(TierTransferManager, AStoreThatRunsAheadHoldsTheHostSideOnly) {
   EXPECT_NE(tiers.host.index(0).Find(Key(1)), nullptr);
 }
 
-// behaviour: N7 T3
+// behaviour: N7, T3
 TEST(TierTransferManager, RepeatedAndUnknownAcknowledgementsChangeNothing) {
   Tiers tiers(4);
   tiers.Publish(1);
@@ -136,7 +136,7 @@ TEST(TierTransferManager, RepeatedAndUnknownAcknowledgementsChangeNothing) {
   EXPECT_EQ(tiers.host.index(0).num_evictable(), 1);
 }
 
-// behaviour: I6 I7
+// behaviour: I6, I7
 TEST(TierTransferManager, CopiesGoGroupByGroupAndIdsRise) {
   Tiers tiers(8);
   std::vector<CacheBlockRef> blocks;

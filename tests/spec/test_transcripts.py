@@ -80,10 +80,8 @@ class Player:
         role = sc.Role[fields.pop("role").upper()]
         policy = sc.EvictionPolicy[fields.pop("eviction_policy", "lru").upper()]
         self.group_ids = [name for name, *_ in groups]
-        storage = bool(int(fields.pop("enable_storage", "0")))
         config = sc.SchedulerConfig(
             role=role,
-            enable_storage=storage,
             eviction_policy=policy,
             cache_groups=[_group_of(*group) for group in groups],
             **{name: _value_of(name, value) for name, value in fields.items()},

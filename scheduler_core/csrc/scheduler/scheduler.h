@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -188,7 +189,8 @@ class Scheduler {
     std::optional<Holdings> holdings;
     bool is_out_of_budget = false;  // the round has no use for the request behind the hit that can be had
   };
-  FirstAdmission AdmitBehind(Round& round, const Request& request, PrefixProbe probe, bool is_local);
+  FirstAdmission AdmitBehind(Round& round, Request& request, PrefixProbe probe, bool is_local);
+  void NoteRestored(Request& request, const PrefixProbe& probe);
   void NoteBlockedPrompt(Round& round, Request& request) const;
   std::int64_t HeadroomTokens(const Request& request) const;
   std::vector<GroupDemand> LeastDemands(const Request& request, std::int32_t hit_tokens, bool is_local) const;
@@ -199,14 +201,13 @@ class Scheduler {
   void PublishPending(Request& request, Holdings& holdings, StoreScope scope);
   void Publish(Request& request, Holdings& holdings, const RequestProgress& progress);
   void PublishSnapshot(Request& request, Holdings& holdings);
-  // REQUIRED after each transaction that may have published blocks of the request.
-  void DescribePublished(Request& request);
-  void DescribeAdmitted(Request& request, const AdmissionReport& report);
   void QueueSnapshot(const Request& request, const Holdings& holdings, StoreGuard guard);
   RequestProgress ProgressOf(Request& request, Holdings& holdings, StoreScope scope, bool publishes) const;
   // What the host copies as it is published: on the decode role, which has its prompts from a peer, nothing.
   StoreScope PrefillStoreScope() const;
   StoreScope DecodeStoreScope() const;
+  // REQUIRED after each transaction that may have published blocks of the request.
+  void DescribePublished(Request& request);
 
   void SetState(Request& request, RequestState state);
   RequestQueue& QueueOf(Phase phase);
@@ -248,6 +249,13 @@ class Scheduler {
     std::vector<std::pair<std::string, std::uint64_t>> requests;  // ids and submissions
   };
   LoadingPlan loading_plan_;
+  // With prefix events: prefixes of which a part can be hit, and announced, when its load is done.
+  struct Reading {
+    std::vector<std::int32_t> tokens;
+    std::vector<Digest> digests;
+  };
+  std::vector<Reading> planned_readings_;                   // of the plan in the making
+  std::map<std::uint64_t, std::vector<Reading>> readings_;  // by operation
 };
 
 }  // namespace pdmesh

@@ -206,9 +206,6 @@ std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bo
         .num_hit_grains = static_cast<std::int32_t>(probe.device_hit_tokens) / config_.prefix_granularity};
     NoteBlockedPrompt(round, request);
   }
-  if (admission.holdings) {
-    DescribeAdmitted(request, round.plan().admissions.back());
-  }
   return std::move(admission.holdings);
 }
 
@@ -245,7 +242,7 @@ std::int32_t Scheduler::FirstChunkTokens(const Round& round, const Request& requ
 }
 
 // Admits behind the hits of `probe` if it fits, or behind as much of them as the host can take.
-Scheduler::FirstAdmission Scheduler::AdmitBehind(Round& round, const Request& request, PrefixProbe probe,
+Scheduler::FirstAdmission Scheduler::AdmitBehind(Round& round, Request& request, PrefixProbe probe,
                                                  bool is_local) {
   std::vector<BlockTable> tables = coordinator_.MakeTables();
   std::int32_t end = 0;
@@ -265,6 +262,7 @@ Scheduler::FirstAdmission Scheduler::AdmitBehind(Round& round, const Request& re
   if (!admission) {
     return {.holdings = {}, .is_out_of_budget = is_out_of_budget};
   }
+  NoteRestored(request, probe);
   const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
   const auto device_hit_tokens = static_cast<std::int32_t>(probe.device_hit_tokens);
   const auto storage_hit_tokens = static_cast<std::int32_t>(probe.storage_hit_tokens);
@@ -344,21 +342,21 @@ void Scheduler::Publish(Request& request, Holdings& holdings, const RequestProgr
   }
 }
 
-void Scheduler::DescribePublished(Request& request) {
-  if (prefix_events_) {
-    prefix_events_->Describe(request.tokens, request.event_hashes);
+// An admission published what the host had; what storage reads is published when it is there.
+void Scheduler::NoteRestored(Request& request, const PrefixProbe& probe) {
+  DescribePublished(request);
+  if (prefix_events_ && probe.storage_hit_tokens > 0) {
+    const std::span<const Digest> digests =
+        probe.digests.first(static_cast<std::size_t>(probe.hit_tokens / config_.prefix_granularity));
+    planned_readings_.push_back(
+        {.tokens = {request.tokens.begin(), request.tokens.begin() + probe.hit_tokens},
+         .digests = {digests.begin(), digests.end()}});
   }
 }
 
-// What an admission published of the host's blocks, and what its load may publish later.
-void Scheduler::DescribeAdmitted(Request& request, const AdmissionReport& report) {
-  DescribePublished(request);
-  if (prefix_events_ && report.storage_hit_tokens > 0) {
-    const std::int32_t first_grain = report.device_hit_tokens / config_.prefix_granularity;
-    const std::int32_t num_grains =
-        (report.host_hit_tokens + report.storage_hit_tokens) / config_.prefix_granularity;
-    prefix_events_->NoteLoading(request.chain.digests(), first_grain, first_grain + num_grains, request.tokens,
-                                request.event_hashes);
+void Scheduler::DescribePublished(Request& request) {
+  if (prefix_events_) {
+    prefix_events_->Describe(request.tokens, request.event_hashes);
   }
 }
 

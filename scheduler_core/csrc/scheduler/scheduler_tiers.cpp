@@ -49,6 +49,9 @@ void Scheduler::StartTransfers(Round& round) {
   }
   Ensure(round.plan().remote_prefills.empty(), "a peer was asked beside a load");
   loading_plan_.operation_id = planned.load->operation_id;
+  if (!planned_readings_.empty()) {
+    readings_.emplace(planned.load->operation_id, std::exchange(planned_readings_, {}));
+  }
   round.ForEachRow([this](const Request& request) {
     loading_plan_.requests.emplace_back(request.request_id, request.submission);
   });
@@ -92,11 +95,13 @@ void Scheduler::ApplyTransferEvent(const TransferEventView& event) {
   }
   const LoadDoneEvent& load = *std::get<const LoadDoneEvent*>(event);
   coordinator_.CompleteLoad(load.operation_id, load.success, load.missed);
-  if (prefix_events_) {
-    prefix_events_->DescribeLoaded();
-    if (!coordinator_.has_load()) {
-      prefix_events_->ForgetLoading();
-    }
+  const auto readings = readings_.extract(load.operation_id);
+  if (readings.empty() || !load.success) {
+    return;
+  }
+  for (const Reading& reading : readings.mapped()) {
+    std::vector<std::uint64_t> hashes;
+    prefix_events_->DescribeOnly(reading.digests, reading.tokens, hashes);
   }
 }
 

@@ -93,7 +93,9 @@ SchedulerConfig ConfigOf(Input& input) {
                                          : 0,
       .eviction_policy = input.Of({EvictionPolicy::kLru, EvictionPolicy::kAgedFrequency}),
       .enable_prefix_events = input.OneIn(2),
+      .num_host_lcm_blocks = input.OneIn(3) ? input.Below(24) : 0,
   };
+  config.enable_storage = input.OneIn(config.num_host_lcm_blocks > 0 ? 2 : 64);
   const std::int32_t num_groups = input.OneIn(32) ? 0 : 1 + input.Below(4);
   for (std::int32_t position = 0; position < num_groups; ++position) {
     config.cache_groups.push_back(
@@ -122,7 +124,7 @@ class Conversation {
   static constexpr std::int32_t kNumIds = 12;
 
   void Step() {
-    switch (input_.Below(16)) {
+    switch (input_.Below(18)) {
       case 0:
       case 1:
       case 2:
@@ -151,6 +153,12 @@ class Conversation {
         break;
       case 13:
         AnswerAll();
+        break;
+      case 14:
+        Acknowledge();
+        break;
+      case 15:
+        AskStorage();
         break;
       default:
         Advance(AnyEvents());
@@ -198,6 +206,7 @@ class Conversation {
 
   void Plan_() {
     const Plan plan = scheduler_.NextPlan();
+    NoteTransfers(plan);
     Require(plan.num_rows <= config_.max_batch_size, "more rows than fit a batch");
     for (std::size_t row = 0; row < plan.request_ids.size(); ++row) {
       owed_.push_back({.request_id = plan.request_ids[row], .tokens = {}});
@@ -277,9 +286,9 @@ class Conversation {
 
   // False if the scheduler refused them.
   bool Advance(const std::deque<OwnedEvent>& events) {
-    std::vector<EventView> views;
+    std::vector<AnyEventView> views;
     for (const OwnedEvent& event : events) {
-      views.push_back(std::visit([](const auto& value) -> EventView { return &value; }, event));
+      views.push_back(std::visit([](const auto& value) -> AnyEventView { return EventView(&value); }, event));
     }
     return LeavesNoTraceIfRefused([&] { scheduler_.Advance(views); });
   }
@@ -319,6 +328,51 @@ class Conversation {
     });
   }
 
+  void NoteTransfers(const Plan& plan) {
+    for (const StoreOperation& store : plan.stores) {
+      Require(!store.copies.empty(), "a store copies nothing");
+      stores_.push_back(store.operation_id);
+    }
+    for (const LoadOperation& load : plan.loads) {
+      Require(!load.copies.empty(), "a load copies nothing");
+      loads_.push_back({.operation_id = load.operation_id, .missed = load.keys});
+    }
+  }
+
+  // A transfer that is under way or was; a load may fail too late, which is refused.
+  void Acknowledge() {
+    if (!stores_.empty()) {
+      const StoreDoneEvent done{.operation_id = OneOf(stores_), .created = {}};
+      Require(LeavesNoTraceIfRefused([&] { scheduler_.Advance(Transfer(&done)); }), "a store was not done");
+    }
+    if (!loads_.empty()) {
+      LoadDoneEvent done = OneOf(loads_);
+      done.success = !input_.OneIn(4);
+      LeavesNoTraceIfRefused([&] { scheduler_.Advance(Transfer(&done)); });
+    }
+  }
+
+  template <typename Value>
+  const Value& OneOf(const std::vector<Value>& values) {
+    return values[static_cast<std::size_t>(input_.Below(static_cast<std::int32_t>(values.size())))];
+  }
+
+  // Storage has the front of what it is asked for.
+  void AskStorage() {
+    std::vector<CacheKey> keys = scheduler_.StorageQueries();
+    const std::int32_t num_found = input_.Below(static_cast<std::int32_t>(keys.size()) + 1);
+    keys.erase(keys.begin() + num_found, keys.end());
+    scheduler_.RegisterStorageKeys(keys);
+    if (input_.OneIn(4)) {
+      scheduler_.UnregisterStorageKeys(keys);
+    }
+  }
+
+  template <typename Event>
+  static std::vector<AnyEventView> Transfer(const Event* event) {
+    return {TransferEventView(event)};
+  }
+
   void CheckGauges() {
     const Capacity gauges = scheduler_.capacity();
     Require(gauges.empty_lcm_blocks >= 0 && gauges.active_lcm_blocks >= 0 && gauges.cached_lcm_blocks >= 0 &&
@@ -339,12 +393,21 @@ class Conversation {
                 scheduler_.Describe());
       }
     }
-    scheduler_.NextPlan();
+    NoteTransfers(scheduler_.NextPlan());
+    for (const std::uint64_t operation_id : stores_) {
+      const StoreDoneEvent done{.operation_id = operation_id, .created = {}};
+      scheduler_.Advance(Transfer(&done));
+    }
+    for (const LoadDoneEvent& load : loads_) {
+      scheduler_.Advance(Transfer(&load));
+    }
     Require(scheduler_.capacity().num_live_requests == 0, "a request outlived its end",
             scheduler_.Describe());
     Require(scheduler_.ClearCache(), "an idle scheduler could not be cleared", scheduler_.Describe());
     Require(scheduler_.capacity().empty_lcm_blocks == config_.num_lcm_blocks,
             "a cleared scheduler holds blocks", scheduler_.Describe());
+    Require(scheduler_.capacity().host.empty_lcm_blocks == config_.num_host_lcm_blocks,
+            "a cleared host holds blocks", scheduler_.Describe());
     Drain();
     Require(announced_.empty(), "a cleared cache is announced");
   }
@@ -353,6 +416,8 @@ class Conversation {
   Input& input_;
   Scheduler scheduler_;
   std::vector<ResultEvent> owed_;
+  std::vector<std::uint64_t> stores_;  // all that ever began
+  std::vector<LoadDoneEvent> loads_;
   std::set<std::uint64_t> announced_;
 };
 

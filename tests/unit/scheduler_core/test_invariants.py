@@ -130,9 +130,9 @@ class Driver:
             self.remote_prompts.add(request_id)
 
     def plan(self) -> None:
-        self.memory.ask_storage()
         self.router.drain(self.scheduler)
         announced = set(self.router.stored)
+        self.memory.ask_storage()
         plan = self.scheduler.next_plan()
         self.router.drain(self.scheduler)
         self.check_hits(plan, announced | set(self.router.stored))

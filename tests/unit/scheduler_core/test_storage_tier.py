@@ -239,3 +239,27 @@ def test_a_key_that_no_block_can_have_is_refused() -> None:
     assert key == sc.StorageKey(group=1, digest=digest, grain_offset=0)
     assert key != sc.StorageKey(group=0, digest=digest, grain_offset=0)
     assert (key.group, key.digest, key.grain_offset) == (1, digest, 0)
+
+
+@pytest.mark.behaviour("P5")
+@pytest.mark.behaviour("O4")
+def test_a_prefix_is_announced_when_the_device_has_it_whatever_it_came_from() -> None:
+    runtime = runtime_of(enable_prefix_events=True, num_lcm_blocks=40)
+    runtime.scheduler.register_storage_keys(keys_of(range(8)))
+    runtime.scheduler.submit([spec("a", 10, max_new_tokens=1), spec("b", range(50, 59), max_new_tokens=1)])
+    plan = runtime.plan()
+    runtime.scheduler.advance([sc.AbortEvent("a")])
+    assert runtime.scheduler.drain_prefix_events() == []
+    runtime.scheduler.advance([sc.LoadDoneEvent(plan.loads[0].operation_id)])
+    stored = runtime.scheduler.drain_prefix_events()
+    assert [event.tokens.tolist() for event in stored if isinstance(event, sc.PrefixStored)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    runtime.scheduler.advance([sc.AbortEvent("b")])
+    runtime.plan()
+    assert runtime.scheduler.clear_device_cache()
+    assert [type(event) for event in runtime.scheduler.drain_prefix_events()] == [sc.PrefixCleared]
+    runtime.scheduler.submit([spec("c", 10, max_new_tokens=1)])
+    assert runtime.plan().admissions[0].host_hit_tokens == 8
+    assert len(runtime.scheduler.drain_prefix_events()) == 2

@@ -243,7 +243,10 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
 bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_computed_tokens,
                               std::int64_t num_tokens, std::vector<std::vector<std::int32_t>>& fresh_ids) {
   const auto closed = std::span(order_).first(num_closed_);
-  std::vector<std::int64_t> num_missing = NumDetaching(tables, num_computed_tokens);
+  std::vector<std::int64_t> num_missing;
+  if (transfers_ && !transfers_->is_idle()) {
+    num_missing = NumDetaching(tables, num_computed_tokens);
+  }
   const bool is_detaching = std::any_of(num_missing.begin(), num_missing.end(),
                                         [](std::int64_t num_blocks) { return num_blocks > 0; });
   if (!is_detaching && std::all_of(closed.begin(), closed.end(), [&](std::size_t group) {
@@ -251,6 +254,7 @@ bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_com
       })) {
     return true;
   }
+  num_missing.resize(groups_.size());
   for (const std::size_t group : closed) {
     num_missing[group] = PlanSecure(tables, group, num_tokens).num_blocks;
   }
