@@ -105,7 +105,7 @@ SchedulerConfig ConfigOf(Input& input) {
 }
 
 using OwnedEvent = std::variant<ResultEvent, FinishEvent, AbortEvent, ReadyEvent, GrantedEvent, DoneEvent,
-                                HandedOverEvent, FailedEvent, QuiescedEvent>;
+                                HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent, RetractEvent>;
 
 class Conversation {
  public:
@@ -252,7 +252,7 @@ class Conversation {
 
   OwnedEvent AnyEvent() {
     std::string id = AnyId();
-    switch (input_.Below(12)) {
+    switch (input_.Below(14)) {
       case 0:
         return ResultEvent{.request_id = std::move(id), .tokens = AnyTokens()};
       case 1:
@@ -271,6 +271,10 @@ class Conversation {
         return HandedOverEvent{.request_id = std::move(id)};
       case 9:
         return FailedEvent{.request_id = std::move(id)};
+      case 10:
+        return ReserveEvent{.request_id = std::move(id), .num_tokens = input_.Below(12)};
+      case 11:
+        return RetractEvent{.request_id = std::move(id)};
       default:
         return QuiescedEvent{.request_id = std::move(id)};
     }
