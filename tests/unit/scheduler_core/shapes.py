@@ -35,7 +35,7 @@ GroupMaker: TypeAlias = Callable[[int, int], GroupShape]  # of the grain and the
 def full(slots_per_grain: int = 1, packing: int = 1, shards: int = 1) -> GroupMaker:
     return lambda grain, position: GroupShape(
         group_id=f"full{position}",
-        block_granularity=grain // slots_per_grain,
+        block_granularity=max(1, grain // slots_per_grain),
         cache_blocks_per_lcm_block=packing,
         shard_count=shards,
     )
@@ -47,7 +47,7 @@ def window(
     return lambda grain, position: GroupShape(
         group_id=f"window{position}",
         kind=GroupKind.SLIDING,
-        block_granularity=grain // slots_per_grain,
+        block_granularity=max(1, grain // slots_per_grain),
         cache_blocks_per_lcm_block=packing,
         window_tokens=window_tokens,
         is_replayable=replayable,
@@ -59,7 +59,7 @@ def state(slots_per_grain: int = 1, packing: int = 1, shards: int = 1) -> GroupM
     return lambda grain, position: GroupShape(
         group_id=f"state{position}",
         kind=GroupKind.STATE,
-        block_granularity=grain // slots_per_grain,
+        block_granularity=max(1, grain // slots_per_grain),
         cache_blocks_per_lcm_block=packing,
         shard_count=shards,
     )
@@ -88,7 +88,7 @@ GROUP_MIXES: tuple[tuple[GroupMaker, ...], ...] = (
 def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
     """The pool holds one request of some length, and of the groups whose blocks expire up to three."""
     digits, sizes = Digits(number), Digits(other_number)
-    prefix_granularity = digits.of((4, 4, 4, 8))
+    prefix_granularity = digits.of((4, 4, 8, 2))
     mix = digits.of(GROUP_MIXES)
     enable_prefix_cache = digits.below(8) != 7
     shape = SchedulerShape(
