@@ -5,23 +5,38 @@ be asked again, and an admission that failed is simply tried again. So what make
 orders that are kept up to date, remembered failures) has to prove itself. The rules are those of
 docs/design/scheduler.md, each in words where it is applied. Knows nothing of the native module.
 
-Group kinds that are yet to come are further policies beside `FullHistory` in `group_policies.py`.
+`group_policies.py` says what the group kinds do differently, `eviction_policies.py` what the eviction policies note;
+everything else is common to them. `checks.py` says what must hold whatever was decided.
 """
 
 from reference_model.books import Books
-from reference_model.group_policies import FullHistory, GroupPolicy
+from reference_model.checks import require_sound
+from reference_model.group_policies import FullHistory, GroupPolicy, SlidingWindow, State
 from reference_model.requests import Phase, Request
 from reference_model.scheduler import ReferenceScheduler, RefusedSubmission
 from reference_model.transitions import BrokenContract
-from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
+from reference_model.values import (
+    Event,
+    EventKind,
+    Eviction,
+    Gauges,
+    GroupKind,
+    GroupShape,
+    Plan,
+    Role,
+    SchedulerShape,
+    Submission,
+)
 
 __all__ = [
     "Books",
     "BrokenContract",
     "Event",
     "EventKind",
+    "Eviction",
     "FullHistory",
     "Gauges",
+    "GroupKind",
     "GroupPolicy",
     "GroupShape",
     "Phase",
@@ -31,5 +46,8 @@ __all__ = [
     "Request",
     "Role",
     "SchedulerShape",
+    "SlidingWindow",
+    "State",
     "Submission",
+    "require_sound",
 ]

@@ -6,63 +6,80 @@ that one group; it is anybody's again, and last in the line of empty ones, once 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A taken child. `owners` names everyone who holds it; it is free when the last of them lets go."""
+    """A taken child. `owners` names everyone who holds it; it is free when the last of them lets go. `bucket`: which
+    of the owners of a sharded group stores it. `content`: what was written since it was taken, see `contents.py`."""
 
     group: int
     lcm_block: int
     slot: int
     block_id: int
+    bucket: int
     owners: list[str]
+    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Table:
-    """The blocks of one request in one group, by slot; None is a hole. `tail_room`: tokens behind the last one."""
+    """The blocks of one request in one group, by slot; None is a hole."""
 
     owner: str
     slots: list[Block | None] = field(default_factory=list)
     duplicates: list[Block] = field(default_factory=list)
-    tail_room: int = 0
+
+    def blocks(self) -> list[Block]:
+        return [block for block in self.slots if block is not None]
 
     def block_ids(self) -> list[int]:
         return [0 if block is None else block.block_id for block in self.slots]
 
 
 class Pool:
-    def __init__(self, num_lcm_blocks: int, packing: list[int]) -> None:
+    def __init__(self, num_lcm_blocks: int, packing: Sequence[int], shard_counts: Sequence[int]) -> None:
         self.num_lcm_blocks = num_lcm_blocks
         self.packing = packing
+        self.shard_counts = shard_counts
         self.taken: list[Block] = []
         self.empty = list(range(1, num_lcm_blocks + 1))
+
+    def of_group(self, group: int) -> list[Block]:
+        return [block for block in self.taken if block.group == group]
 
     def children_of(self, lcm_block: int) -> list[Block]:
         return [block for block in self.taken if block.lcm_block == lcm_block]
 
-    def bound_parents(self, group: int) -> list[int]:
-        return sorted({block.lcm_block for block in self.taken if block.group == group})
+    def used_slots(self, group: int) -> dict[int, list[int]]:
+        """Of the parents that the group has bound."""
+        used: dict[int, list[int]] = {}
+        for block in self.of_group(group):
+            used.setdefault(block.lcm_block, []).append(block.slot)
+        return used
 
     def num_free_slots(self, group: int) -> int:
         """In the parents that the group has bound."""
-        num_taken = sum(block.group == group for block in self.taken)
-        return len(self.bound_parents(group)) * self.packing[group] - num_taken
+        return sum(self.packing[group] - len(slots) for slots in self.used_slots(group).values())
 
-    def acquire(self, group: int, owner: str) -> Block:
-        """Placement: the fullest parent of the group that has a free slot, of equals the lowest, and in it the lowest
-        free slot; the parent that has been empty for longest only when the group has no free slot left."""
-        packing = self.packing[group]
-        partial = [parent for parent in self.bound_parents(group) if len(self.children_of(parent)) < packing]
-        if partial:
-            lcm_block = min(partial, key=lambda parent: (-len(self.children_of(parent)), parent))
-        else:
-            lcm_block = self.empty.pop(0)
-        used = [block.slot for block in self.children_of(lcm_block)]
-        slot = next(slot for slot in range(packing) if slot not in used)
-        block = Block(group, lcm_block, slot, 1 + (lcm_block - 1) * packing + slot, [owner])
+    def acquire(self, group: int, owner: str, beside: Sequence[Block]) -> Block:
+        """Placement, among the free slots of the parents that the group has bound: the bucket that holds least of
+        `beside`, the fullest parent, the lowest slot; of equals always the lowest. The parent that has been empty for
+        longest is opened only when the group has no free slot left."""
+        packing, num_buckets = self.packing[group], self.shard_counts[group]
+        used = self.used_slots(group)
+        if all(len(slots) == packing for slots in used.values()):
+            used = {self.empty.pop(0): []}
+        loads = [sum(block.bucket == bucket for block in beside) for bucket in range(num_buckets)]
+        _, bucket, _, lcm_block, slot = min(
+            (loads[slot % num_buckets], slot % num_buckets, -len(slots), lcm_block, slot)
+            for lcm_block, slots in used.items()
+            for slot in range(packing)
+            if slot not in slots
+        )
+        block = Block(group, lcm_block, slot, 1 + (lcm_block - 1) * packing + slot, bucket, [owner])
         self.taken.append(block)
         return block
 
@@ -74,8 +91,8 @@ class Pool:
                 self.empty.append(block.lcm_block)
 
     def release_front(self, table: Table, num_slots: int) -> None:
-        """The slots [0, num_slots) become holes, the last of them first."""
-        for slot in reversed(range(num_slots)):
+        """The slots [0, num_slots), as far as there are any, become holes, the last of them first."""
+        for slot in reversed(range(min(num_slots, len(table.slots)))):
             block = table.slots[slot]
             table.slots[slot] = None
             if block is not None:
@@ -86,4 +103,4 @@ class Pool:
         self.release_front(table, len(table.slots))
         for block in table.duplicates:
             self.release(block, table.owner)
-        table.slots, table.duplicates, table.tail_room = [], [], 0
+        table.slots, table.duplicates = [], []

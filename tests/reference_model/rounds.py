@@ -1,22 +1,15 @@
-"""One plan: which requests it serves, and how they are laid out."""
+"""One plan: which requests it serves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from reference_model.books import Books
+from reference_model import contents
+from reference_model.books import Books, Outcome
+from reference_model.chunking import chunk_end, least_budget, replay_tokens
+from reference_model.layout import Row, lay_out
 from reference_model.requests import NEVER_RAN, Phase, Request
 from reference_model.values import Admission, Handover, Plan, RemotePrefill, Role
 
 MAX_OVERTAKES = 64
-
-
-@dataclass(slots=True)
-class Row:
-    request: Request
-    begin: int
-    num_tokens: int
-    is_prefill: bool
 
 
 class AdmissionLine:
@@ -62,10 +55,24 @@ class Round:
             self.plan_new_prompts()
 
     def plan_fused_role(self) -> None:
-        """Decodes first, then chunks within what is left of the budget, so a long prompt cannot starve the streams."""
-        self.plan_decodes()
+        """Decodes first, then chunks within what is left of the budget, so a long prompt cannot starve the streams.
+        What a prompt needs to get anywhere is left to it; what it does not use goes to further decodes."""
+        spared_tokens = self.spared_tokens()
+        self.plan_decodes(spared_tokens)
         if self.plan_resident_chunks():
             self.plan_new_prompts()
+        if spared_tokens:
+            self.plan_decodes()
+
+    def spared_tokens(self) -> int:
+        """While a prompt is there to be computed. One that stays incomplete keeps others from starting."""
+        resident = self.books.in_phase(Phase.PREFILLING)
+        if resident:
+            is_pending = self.can_take_row(resident[0])
+        else:
+            waiting = [request for request in self.waiting_line() if not request.is_complete]
+            is_pending = bool(waiting and self.books.free_slots())
+        return least_budget(self.books.shape) if is_pending else 0
 
     def plan_decode_role(self, *, was_local_prefill: bool) -> bool:
         """All decodes, and beside them remote admissions, which cost no budget and no rows. A local prefill has the
@@ -85,6 +92,9 @@ class Round:
         """Somebody who runs found no memory: nobody new may take any."""
         return self.blocked is not None and self.blocked.is_resident
 
+    def note_blocked(self, request: Request) -> None:
+        self.blocked = self.blocked or request
+
     # Their phases.
 
     def plan_handovers(self) -> None:
@@ -94,49 +104,54 @@ class Round:
             self.plan.handovers.append(Handover(request.request_id, request.tokens[-1]))
             request.phase, request.slot = Phase.HANDING_OVER, 0
 
-    def plan_decodes(self) -> None:
+    def can_take_row(self, request: Request) -> bool:
+        """Only so many results of earlier plans may be out, and a plan has one row of it."""
+        has_row = request in [row.request for row in self.prefill_rows + self.decode_rows]
+        return len(request.results_out) <= self.books.shape.overlap_depth and not has_row
+
+    def plan_decodes(self, spared_tokens: int = 0) -> None:
+        """One that finds no memory does not stop the others."""
         for request in self.books.requests:
-            if request.can_decode and request is not self.yielding and self.has_place_for_decode():
+            if self.has_place_for_decode(spared_tokens) and self.wants_decode_row(request):
                 self.plan_decode_row(request)
 
     def cost_of_decode(self) -> int:
-        """On the decode role decodes cost nothing."""
+        """Beside the prompts of the decode role, which run elsewhere or alone, decodes cost nothing."""
         return self.books.shape.verify_width if self.books.shape.role is Role.FUSED else 0
 
-    def has_place_for_decode(self) -> bool:
-        return self.num_free_rows() > 0 and self.num_budget_tokens >= self.cost_of_decode()
+    def has_place_for_decode(self, spared_tokens: int = 0) -> bool:
+        return self.num_free_rows() > 0 and self.num_budget_tokens - spared_tokens >= self.cost_of_decode()
+
+    def wants_decode_row(self, request: Request) -> bool:
+        width = request.decode_width(self.books.shape.verify_width)
+        return self.can_take_row(request) and width > 0 and request is not self.yielding
 
     def plan_decode_row(self, request: Request) -> bool:
         """False if there is no memory for it."""
-        if not self.grow(request, self.books.shape.verify_width, 0):
+        num_input_tokens = request.decode_width(self.books.shape.verify_width)
+        fresh = self.books.make_step(request, num_input_tokens)
+        if fresh is None:
+            self.note_blocked(request)
             return False
-        request.phase, request.num_results_out = Phase.DECODING, 1
-        self.decode_rows.append(Row(request, len(request.tokens) - 1, 1, is_prefill=False))
+        self.note_fresh(*fresh)
+        num_results_out = len(request.results_out)
+        begin = len(request.tokens) - 1 + num_results_out
+        self.decode_rows.append(Row(request, begin, num_input_tokens, num_results_out, is_prefill=False))
+        request.phase = Phase.DECODING
+        request.results_out.append(num_input_tokens)
         self.num_budget_tokens -= self.cost_of_decode()
-        return True
-
-    def grow(self, request: Request, extent_tokens: int, reserve_tokens: int) -> bool:
-        """A later admission. What was computed before is published in the same transaction."""
-        fresh_ids = self.books.coordinator.grow(request.tables, extent_tokens, reserve_tokens)
-        if fresh_ids is None:
-            self.blocked = self.blocked or request
-            return False
-        for zeroed, ids in zip(self.plan.zero_blocks, fresh_ids, strict=True):
-            zeroed += ids
-        self.books.publish_pending(request)
         return True
 
     def plan_resident_chunks(self) -> bool:
         """False if a prompt stays incomplete or has a result out: nothing younger is prefilled before it."""
         for request in self.books.in_phase(Phase.PREFILLING):
-            if request.num_results_out or not self.has_room():
+            if not self.can_take_row(request) or not self.has_room():
                 return False
-            if not self.plan_chunk(request) or request.phase is Phase.PREFILLING:
+            if self.plan_chunk(request) is not Outcome.ADMITTED or request.phase is Phase.PREFILLING:
                 return False
         return True
 
     def plan_new_prompts(self) -> None:
-        """On the fused role a retracted request stands among them, in the place of its submission."""
         if self.is_sealed():
             return
         line = AdmissionLine()
@@ -145,7 +160,10 @@ class Round:
                 return
             if request.is_complete:
                 continue
-            if self.start_prompt(request):
+            outcome = self.start_prompt(request)
+            if outcome is Outcome.NO_BUDGET:
+                return
+            if outcome is Outcome.ADMITTED:
                 line.note_admitted()
                 if request.phase is Phase.PREFILLING:
                     return
@@ -153,6 +171,7 @@ class Round:
                 return
 
     def waiting_line(self) -> list[Request]:
+        """On the fused role a retracted request stands among the new ones, in the place of its submission."""
         if self.books.shape.role is Role.FUSED:
             return self.books.in_phase(Phase.WAITING, Phase.RETRACTED)
         return self.books.in_phase(Phase.WAITING)
@@ -170,24 +189,22 @@ class Round:
         return shape.role is not Role.PREFILL or self.books.num_started_ungranted() < shape.max_ready_ungranted
 
     def plan_one_local_prefill(self) -> bool:
-        """The oldest resident one, else a new one. Remote prompts that did not fit stand in the same line."""
+        """The oldest resident one, else who others gave way to, else who gave way, else a new one. Remote prompts that
+        did not fit stand in the same line."""
         for request in self.books.in_phase(Phase.PREFILLING):
-            return not request.num_results_out and self.plan_chunk(request)
+            return self.can_take_row(request) and self.plan_chunk(request) is Outcome.ADMITTED
         if not self.books.free_slots():
             return False
         first, self.first_in_line = self.first_in_line, None
-        if first is not None and first.phase is Phase.WAITING:
-            return self.start_prompt(first)
-        readmission = self.next_readmission()
-        if readmission is not None:
-            return self.start_prompt(readmission)
+        if first is None or first.phase is not Phase.WAITING:
+            first = self.next_readmission()
+        if first is not None:
+            return self.start_prompt(first) is Outcome.ADMITTED
         if self.is_sealed():
             return False
         line = AdmissionLine()
         for request in self.books.in_phase(Phase.WAITING):
-            if not self.books.free_slots():
-                return False
-            if not request.is_remote and self.start_prompt(request):
+            if not request.is_remote and self.start_prompt(request) is Outcome.ADMITTED:
                 line.note_admitted()
                 return True
             if request.did_not_fit and not line.goes_on_behind(request):
@@ -202,92 +219,93 @@ class Round:
         for request in self.books.in_phase(Phase.WAITING):
             if not self.books.free_slots():
                 return
-            if request.is_remote and self.start_remote_prompt(request):
+            if request.is_remote and self.start_remote_prompt(request) is Outcome.ADMITTED:
                 line.note_admitted()
             elif request.did_not_fit and not line.goes_on_behind(request):
                 return
 
     # One request.
 
-    def admit(self, request: Request, budget_tokens: int | None) -> bool:
-        """Fresh blocks are zeroed, the reserve included."""
-        if not self.books.admit(request, budget_tokens):
-            if request.num_retractions == 0 and (request.phase in NEVER_RAN or self.books.shape.role is Role.FUSED):
-                self.blocked = self.blocked or request
-            return False
-        for shape, table, zeroed in zip(self.books.shape.groups, request.tables, self.plan.zero_blocks, strict=True):
-            num_hit_slots = request.num_hit_tokens // shape.block_granularity
-            zeroed += table.block_ids()[num_hit_slots:]
-        self.plan.admissions.append(Admission(request.request_id, request.num_hit_tokens))
-        return True
+    def note_fresh(self, *parts: list[list[int]]) -> None:
+        """Fresh blocks are zeroed, a reserve included. Each part by group."""
+        for block_ids in parts:
+            for zeroed, fresh in zip(self.plan.zero_blocks, block_ids, strict=True):
+                zeroed += fresh
+
+    def admit(self, request: Request, budget_tokens: int | None) -> Outcome:
+        outcome = self.books.admit(request, budget_tokens)
+        if outcome is Outcome.ADMITTED:
+            num_hit_slots = [policy.num_hit_slots(request.num_hit_tokens) for policy in self.books.policies]
+            tables = [table.slots[num:] for num, table in zip(num_hit_slots, request.tables, strict=True)]
+            self.note_fresh([[block.block_id for block in slots if block is not None] for slots in tables])
+            self.plan.admissions.append(Admission(request.request_id, request.num_hit_tokens))
+        elif outcome is Outcome.DOES_NOT_FIT and self.may_ask(request):
+            self.note_blocked(request)
+        return outcome
+
+    def may_ask(self, request: Request) -> bool:
+        """For others to give way: not who gave way itself, nor on the decode role who comes back."""
+        is_new = request.phase in NEVER_RAN or self.books.shape.role is Role.FUSED
+        return is_new and request.num_retractions == 0
+
+    def start_remote_prompt(self, request: Request) -> Outcome:
+        outcome = self.admit(request, budget_tokens=None)
+        if outcome is Outcome.ADMITTED:
+            self.grant(request)
+            request.phase = Phase.REMOTE_PREFILLING
+        return outcome
 
     def grant(self, request: Request) -> None:
-        """From the hit to the end of the prompt; the reserve is not granted."""
-        first_slots, block_ids = [], []
-        for shape, table in zip(self.books.shape.groups, request.tables, strict=True):
-            first_slot = request.num_hit_tokens // shape.block_granularity
-            end_slot = -(-request.num_prompt_tokens // shape.block_granularity)
-            first_slots.append(first_slot)
-            block_ids.append(table.block_ids()[first_slot:end_slot])
-        grant = RemotePrefill(request.request_id, request.num_hit_tokens, first_slots, block_ids)
+        """What the peer fills, up to the end of the prompt; the reserve is not granted."""
+        grant = RemotePrefill(request.request_id, request.num_hit_tokens, [], [])
+        for policy, table in zip(self.books.policies, request.tables, strict=True):
+            num_expired_slots = policy.num_expired_slots(request.num_prompt_tokens)
+            first_slot = max(policy.num_hit_slots(request.num_hit_tokens), num_expired_slots)
+            grant.first_slots.append(first_slot)
+            grant.block_ids.append(table.block_ids()[first_slot : policy.blocks_for(request.num_prompt_tokens)])
         self.plan.remote_prefills.append(grant)
 
-    def start_remote_prompt(self, request: Request) -> bool:
-        if not self.admit(request, budget_tokens=None):
-            return False
-        self.grant(request)
-        request.phase = Phase.REMOTE_PREFILLING
-        return True
+    def start_prompt(self, request: Request) -> Outcome:
+        outcome = self.admit(request, self.num_budget_tokens)
+        if outcome is Outcome.ADMITTED:
+            replay = replay_tokens(self.books.shape, request.num_hit_tokens)
+            self.send_chunk(request, request.num_hit_tokens - replay, replay)
+        return outcome
 
-    def start_prompt(self, request: Request) -> bool:
-        if not self.admit(request, self.num_budget_tokens):
-            return False
-        self.send_chunk(request, request.num_hit_tokens, request.num_computed_tokens)
-        return True
+    def plan_chunk(self, request: Request) -> Outcome:
+        begin, shape = request.num_computed_tokens, self.books.shape
+        end = chunk_end(shape, request.num_prompt_tokens, begin, self.num_budget_tokens, request.promotion_tokens)
+        if end == begin:
+            return Outcome.NO_BUDGET
+        fresh = self.books.compute_chunk(request, end)
+        if fresh is None:
+            self.note_blocked(request)
+            return Outcome.DOES_NOT_FIT
+        self.note_fresh(*fresh)
+        self.send_chunk(request, begin)
+        return Outcome.ADMITTED
 
-    def plan_chunk(self, request: Request) -> bool:
-        """The last one holds a step behind the prompt, for which there may be no memory."""
-        begin = request.num_computed_tokens
-        end = min(request.num_prompt_tokens, begin + self.num_budget_tokens)
-        step_tokens = self.books.step_tokens(request) if end == request.num_prompt_tokens else 0
-        if not self.grow(request, end - begin, step_tokens):
-            return False
-        request.num_computed_tokens = end
-        self.send_chunk(request, begin, end)
-        return True
-
-    def send_chunk(self, request: Request, begin: int, end: int) -> None:
-        self.prefill_rows.append(Row(request, begin, end - begin, is_prefill=True))
+    def send_chunk(self, request: Request, begin: int, num_replay_tokens: int = 0) -> None:
+        end = request.num_computed_tokens
+        row = Row(request, begin, end - begin, len(request.results_out), is_prefill=True)
+        row.num_replay_tokens = num_replay_tokens
+        self.prefill_rows.append(row)
         self.num_budget_tokens -= end - begin
         is_last = end == request.num_prompt_tokens
         request.phase = Phase.AWAITING_RESULT if is_last else Phase.PREFILLING
-        request.num_results_out = 1
-
-    # Layout.
+        request.results_out.append(1 if is_last else 0)
 
     def build(self) -> Plan:
-        """Prefill rows, then decode rows. Tables are padded with -1 to the longest of the plan, group by group."""
         plan = self.plan
-        rows = self.prefill_rows + self.decode_rows
-        plan.num_rows, plan.num_prefill_rows = len(rows), len(self.prefill_rows)
-        for row in rows:
-            end = row.begin + row.num_tokens
-            plan.request_ids.append(row.request.request_id)
-            plan.request_slots.append(row.request.slot)
-            plan.input_lengths.append(row.num_tokens)
-            plan.replay_lengths.append(0)
-            plan.checkpoint_tokens.append(0)
-            plan.begins.append(row.begin)
-            plan.num_results_out.append(0)
-            plan.prefill_lengths.append(row.request.num_prompt_tokens if row.is_prefill else 0)
-            plan.logits_wanted.append(int(not row.is_prefill or end == row.request.num_prompt_tokens))
-            plan.token_ids += row.request.tokens[row.begin : end]
-        for group in range(len(self.books.shape.groups)):
-            plan.state_input_slots.append([])
-            plan.state_output_slots.append([])
-            tables = [row.request.tables[group].block_ids() for row in rows]
-            width = max(map(len, tables), default=0)
-            plan.block_tables.append([table + [-1] * (width - len(table)) for table in tables])
-        plan.is_empty = not (rows or plan.remote_prefills or plan.handovers or plan.admissions or plan.finished)
-        plan.is_empty = plan.is_empty and not plan.retracted
+        lay_out(self.books.shape, plan, self.prefill_rows, self.decode_rows)
+        contents.compute(self.books.shape, self.books.policies, self.prefill_rows)
+        lists = (
+            plan.request_ids,
+            plan.remote_prefills,
+            plan.handovers,
+            plan.admissions,
+            plan.retracted,
+            plan.finished,
+        )
+        plan.is_empty = not any(lists)
         return plan

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reference_model import contents
 from reference_model.books import Books
-from reference_model.coordinator import INDEX
-from reference_model.group_policies import FullHistory, GroupPolicy
+from reference_model.group_policies import GroupPolicy, policy_of
+from reference_model.groups import INDEX, Group
 from reference_model.pool import Block
 from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, Phase, Request
-from reference_model.retraction import Outcome, give_blocks_back, has_anything_out, resolve_blocked
+from reference_model.retraction import Resolution, give_blocks_back, has_anything_out, resolve_blocked
 from reference_model.rounds import Round
 from reference_model.transitions import View, early_end, judge
 from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
@@ -33,7 +34,7 @@ class ReferenceScheduler:
         self.num_stalled_plans = 0
 
     def make_policy(self, group: GroupShape) -> GroupPolicy:
-        return FullHistory(group.block_granularity)
+        return policy_of(self.shape, group)
 
     def make_books(self, policies: Sequence[GroupPolicy]) -> Books:
         return Books(self.shape, policies)
@@ -45,8 +46,9 @@ class ReferenceScheduler:
         for submission in submissions:
             self.check(submission, used)
             used.append(submission.request_id)
-        limit = self.books.max_request_tokens()
-        self.books.requests += [Request.of(submission, self.shape.role, limit) for submission in submissions]
+        for submission in submissions:
+            limit_tokens = self.books.limit_tokens(submission)
+            self.books.requests.append(Request.of(submission, self.shape.role, limit_tokens))
 
     def check(self, submission: Submission, used: list[str]) -> None:
         """A request that could not run in an empty pool is refused; its id must be nobody's."""
@@ -57,9 +59,9 @@ class ReferenceScheduler:
             raise RefusedSubmission(request_id, "tokens must not be empty")
         if min(submission.tokens) < 0:
             raise RefusedSubmission(request_id, "tokens[")
-        if submission.max_new_tokens is not None and submission.max_new_tokens < 0:
+        if (submission.max_new_tokens or 0) < 0:
             raise RefusedSubmission(request_id, "max_new_tokens must not be negative")
-        limit = self.books.max_request_tokens()
+        limit = self.books.max_request_tokens
         if self.books.tokens_to_check(submission) > limit:
             raise RefusedSubmission(request_id, f"the limit is {limit}")
 
@@ -88,6 +90,8 @@ class ReferenceScheduler:
                 self.land(request, event.tokens)
             case EventKind.READY:
                 request.phase = Phase.WAITING
+            case EventKind.RESERVE:
+                request.reserve_tokens = event.tokens[0]
             case EventKind.GRANTED:
                 request.is_granted = True
             case EventKind.FINISH:
@@ -102,13 +106,20 @@ class ReferenceScheduler:
                 self.end_early(request)
 
     def land(self, request: Request, tokens: tuple[int, ...]) -> None:
-        """In decoding, all tokens but the last are computed: it is the next row's input."""
+        """In decoding, all tokens but the last are computed: it is the next row's input. The first of the completion
+        came with the prompt."""
+        is_first = len(request.tokens) == request.num_prompt_tokens
         request.tokens += tokens
-        request.num_results_out = 0
-        if request.phase in (Phase.AWAITING_RESULT, Phase.REMOTE_PREFILLING):
-            request.phase = Phase.PREFILL_DONE
+        if request.phase is Phase.REMOTE_PREFILLING:
+            contents.land_prompt(self.books.policies, request)
+        else:
+            request.results_out.pop(0)
         if request.phase is Phase.DECODING:
+            if not is_first:
+                contents.land_step(self.books.policies, request, len(tokens))
             request.num_computed_tokens = len(request.tokens) - 1
+        elif tokens:
+            request.phase = Phase.PREFILL_DONE
 
     def end_early(self, request: Request) -> None:
         """Publishes nothing. What a peer may still touch stays taken; the slot returns at once."""
@@ -118,12 +129,13 @@ class ReferenceScheduler:
             return
         if phase is Phase.QUARANTINED:
             self.books.release_hits(request)
-        request.phase, request.slot, request.num_results_out = phase, 0, 0
+        self.books.hold_back(request)
+        request.phase, request.slot, request.results_out = phase, 0, []
 
     def end(self, request: Request) -> None:
         """The id stays in use until the next plan has named it."""
         self.books.release_all(request)
-        request.phase, request.num_results_out = Phase.FINISHED, 0
+        request.phase, request.results_out = Phase.FINISHED, []
 
     # Plans.
 
@@ -147,7 +159,7 @@ class ReferenceScheduler:
         self.count_stall(plan)
         return plan
 
-    def resolve_blocked(self, current: Round) -> Outcome:
+    def resolve_blocked(self, current: Round) -> Resolution:
         return resolve_blocked(current)
 
     def count_stall(self, plan: Plan) -> None:
@@ -172,7 +184,7 @@ class ReferenceScheduler:
     # Views.
 
     def max_request_tokens(self) -> int:
-        return self.books.max_request_tokens()
+        return self.books.max_request_tokens
 
     def block_tables(self, request_id: str) -> list[list[int]]:
         tables = [table.block_ids() for table in self.request(request_id).tables]
@@ -215,15 +227,20 @@ class ReferenceScheduler:
             f" active={gauges.active_lcm_blocks} cached={gauges.cached_lcm_blocks}"
             f" quarantined={gauges.quarantined_lcm_blocks}",
         ]
-        for group in self.books.coordinator.groups:
-            lines.append(
-                f"group {group.shape.group_id}"
-                f" free_slots={self.books.coordinator.pool.num_free_slots(group.position)}"
-                f" entries={len(group.entries)} evictable={len(group.evictable())}"
-            )
+        lines += self.books.coordinator.eviction.describe()
+        lines += [self.line_of(group) for group in self.books.coordinator.groups]
         for request in self.books.requests:
             lines += self.lines_of(request)
         return "\n".join(lines) + "\n"
+
+    def line_of(self, group: Group) -> str:
+        coordinator = self.books.coordinator
+        line = f"group {group.shape.group_id} free_slots={coordinator.pool.num_free_slots(group.position)}"
+        line += f" entries={len(group.entries)} evictable={len(group.evictable())}"
+        if not group.policy.is_closed:
+            line += f" promised={coordinator.promises.num_promised(group)}"
+            line += f" kept={len(coordinator.promises.kept[group.position])}"
+        return line
 
     def lines_of(self, request: Request) -> list[str]:
         num_generated = len(request.tokens) - request.num_prompt_tokens
@@ -233,8 +250,10 @@ class ReferenceScheduler:
             head += f" slot={request.slot} hit={request.num_hit_tokens} computed={request.num_computed_tokens}"
             head += f" published_grains={request.num_published_grains}"
             head += "" if request.is_secured else " unsecured"
-        lines = [head + (f" results_out={request.num_results_out}" if request.num_results_out else "")]
+            head += f" promotion={request.promotion_tokens}" if request.promotion_tokens else ""
+        lines = [head + (f" results_out={len(request.results_out)}" if request.results_out else "")]
         for group, table in zip(self.shape.groups, request.tables, strict=False):
             ids = "".join(f" {block_id or '-'}" for block_id in table.block_ids())
-            lines.append(f"  {group.group_id}:{ids} | room {table.tail_room}")
+            num_room_tokens = len(table.slots) * group.block_granularity - request.num_covered_tokens
+            lines.append(f"  {group.group_id}:{ids} | room {num_room_tokens}")
         return lines

@@ -22,14 +22,31 @@ class View:
 
     phase: Phase
     is_remote: bool
-    num_results_out: int
+    results_out: tuple[int, ...]
+    num_wanted_tokens: int
 
     @staticmethod
     def of(request: Request) -> View:
-        return View(request.phase, request.is_remote, request.num_results_out)
+        return View(request.phase, request.is_remote, tuple(request.results_out), request.num_wanted_tokens)
 
     def after(self, phase: Phase) -> View:
-        return replace(self, phase=phase, num_results_out=0)
+        return replace(self, phase=phase, results_out=())
+
+    def landed(self, num_tokens: int) -> View:
+        """With a first token the prompt is done."""
+        phase = Phase.PREFILL_DONE if self.phase is Phase.AWAITING_RESULT and num_tokens else self.phase
+        num_wanted_tokens = self.num_wanted_tokens - num_tokens
+        return replace(self, phase=phase, results_out=self.results_out[1:], num_wanted_tokens=num_wanted_tokens)
+
+    def allows_result(self, tokens: tuple[int, ...]) -> bool:
+        """Results land in the order of their rows. A row brings one token at least, unless it is a chunk before the
+        last, or was planned ahead and the result before it brought all that was wanted."""
+        if not self.results_out or any(token < 0 for token in tokens):
+            return False
+        most = self.results_out[0]
+        if self.phase is Phase.DECODING:
+            most = min(most, self.num_wanted_tokens)
+        return min(1, most) <= len(tokens) <= most
 
 
 ROLES_OF_EVENTS = {
@@ -47,12 +64,12 @@ def judge(role: Role, view: View, event: Event) -> View | None:
     """The request after the event; None if the event is late or repeated and changes nothing."""
     is_refused = role not in ROLES_OF_EVENTS.get(event.kind, tuple(Role))
     phase = view.phase
+    after: View | None
     match event.kind:
-        # Every row owes one result: no token before the last chunk, else one. A result nobody owes cannot be meant.
+        # A result nobody owes cannot be meant.
         case EventKind.RESULT if phase not in (*HAS_ENDED, Phase.RETRACTED):
-            num_due = 0 if phase is Phase.PREFILLING else 1
-            is_refused |= view.num_results_out == 0 or len(event.tokens) != num_due or any(t < 0 for t in event.tokens)
-            after = view.after(Phase.PREFILL_DONE if phase is Phase.AWAITING_RESULT else phase)
+            is_refused |= not view.allows_result(event.tokens)
+            after = view.landed(len(event.tokens))
         # The runtime ends a completion, so there must be one. On the prefill role the transfer ends a request.
         case EventKind.FINISH if phase not in HAS_ENDED:
             is_refused |= role is Role.PREFILL or phase not in (Phase.PREFILL_DONE, Phase.DECODING, Phase.RETRACTED)
@@ -66,7 +83,7 @@ def judge(role: Role, view: View, event: Event) -> View | None:
         # Before there is a grant nothing can have landed; after the landing it is a repetition.
         case EventKind.DONE if phase is Phase.REMOTE_PREFILLING:
             is_refused |= event.tokens[0] < 0
-            after = view.after(Phase.PREFILL_DONE)
+            after = replace(view.after(Phase.PREFILL_DONE), num_wanted_tokens=view.num_wanted_tokens - 1)
         case EventKind.DONE if phase in NEVER_RAN:
             is_refused, after = True, None
         # Also the answer to an abort that crossed it: the peer has everything, so it reads no more.
@@ -83,6 +100,9 @@ def judge(role: Role, view: View, event: Event) -> View | None:
         case EventKind.RETRACT if phase not in (*HAS_ENDED, Phase.RETRACTED):
             is_refused |= phase in (*NEVER_RAN, Phase.REMOTE_PREFILLING)
             after = view.after(Phase.RETRACTED)
+        case EventKind.RESERVE if phase not in HAS_ENDED:
+            is_refused |= phase is not Phase.DECODING or event.tokens[0] < 1
+            after = view
         case _:
             after = None
     if is_refused:

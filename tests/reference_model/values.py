@@ -22,16 +22,32 @@ class EventKind(Enum):
     HANDED_OVER = "handed_over"
     FAILED = "failed"
     QUIESCED = "quiesced"
+    RESERVE = "reserve"
     RETRACT = "retract"
+
+
+class GroupKind(Enum):
+    FULL = "full"
+    SLIDING = "sliding"
+    STATE = "state"
+
+
+class Eviction(Enum):
+    LRU = "lru"
+    AGED_FREQUENCY = "aged_frequency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """One full-history group. `block_granularity`: tokens per table slot."""
+    """One cache group. `block_granularity`: tokens per table slot. `window_tokens`: of a sliding group."""
 
     group_id: str
+    kind: GroupKind = GroupKind.FULL
     block_granularity: int
     cache_blocks_per_lcm_block: int
+    window_tokens: int = 0
+    is_replayable: bool = False
+    shard_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,20 +63,36 @@ class SchedulerShape:
     enable_prefix_cache: bool = True
     max_ready_ungranted: int = 64
     verify_width: int = 1
+    overlap_depth: int = 0
+    eviction: Eviction = Eviction.LRU
+
+    @property
+    def overlap_tokens(self) -> int:
+        """What rows planned ahead of results may feed behind the last token. The prefill role plans no such row."""
+        return 0 if self.role is Role.PREFILL else self.overlap_depth * self.verify_width
+
+    @property
+    def has_state(self) -> bool:
+        return any(group.kind is GroupKind.STATE for group in self.groups)
+
+    @property
+    def replay_window_tokens(self) -> int:
+        """Tokens before a hit that are fed again: the largest window of a replayable group."""
+        return max((group.window_tokens for group in self.groups if group.is_replayable), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     request_id: str
     tokens: tuple[int, ...]
-    max_new_tokens: int | None
+    max_new_tokens: int | None  # None: undeclared
     extra_keys: tuple[bytes, ...] = ()
     local_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`tokens`: those of a result, or the one of done."""
+    """`tokens`: those of a result, or the one of done. Of a reservation the number of tokens alone."""
 
     kind: EventKind
     request_id: str
@@ -91,10 +123,7 @@ class Admission:
 
 @dataclass(slots=True)
 class Plan:
-    """The fields of a native plan, arrays as lists. `block_tables`: per group a list of rows of one length.
-
-    The model knows history groups without replay only: no row replays or checkpoints, and no group has state slots.
-    """
+    """The fields of a native plan, arrays as lists. `block_tables`: per group a list of rows of one length."""
 
     num_rows: int = 0
     num_prefill_rows: int = 0

@@ -21,6 +21,7 @@ struct BlockedAdmission {
   std::uint64_t capacity_version;
   std::uint64_t publication_version;
   std::int32_t num_hit_grains;
+  std::int32_t num_budget_tokens;  // what its first chunk could take
 };
 
 struct Request {

@@ -195,7 +195,7 @@ class Scheduler {
   std::int64_t HeadroomTokens(const Request& request) const;
   std::vector<GroupDemand> LeastDemands(const Request& request, std::int32_t hit_tokens, bool is_local) const;
   PrefixProbe Probe(Request& request, bool is_local);
-  bool IsStillBlocked(const Request& request, bool is_local) const;
+  bool IsStillBlocked(const Request& request, bool is_local, std::int32_t num_budget_tokens) const;
   bool MayJoin(const Round& round, const PrefixProbe& probe) const;
   std::int32_t NumGrainsToMatch(const Request& request) const;
   void PublishPending(Request& request, Holdings& holdings, StoreScope scope);

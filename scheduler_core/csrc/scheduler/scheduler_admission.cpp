@@ -176,37 +176,43 @@ Scheduler::AdmitOutcome Scheduler::AdmitPrompt(Round& round, Request& request) {
 }
 
 // Secures the prompt and the headroom behind it. A local prompt computes its first chunk in this round, a
-// remote one is filled whole by the peer. If it does not fit the request is marked as blocked; if only the
-// budget of the round is too small it is not.
+// remote one is filled whole by the peer. If it does not fit the request is marked as blocked; if it does and
+// only the budget of the round is too small it is not.
 std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bool is_local) {
-  if (IsStillBlocked(request, is_local)) {
+  if (IsStillBlocked(request, is_local, round.num_budget_tokens())) {
     NoteBlockedPrompt(round, request);
     return std::nullopt;
   }
-  const PrefixProbe probe = Probe(request, is_local);
-  if (FirstChunkTokens(round, request, probe, is_local) == 0 || !MayJoin(round, probe)) {
-    request.blocked.reset();
-    return std::nullopt;
-  }
-  FirstAdmission admission = AdmitBehind(round, request, probe, is_local);
-  if (!admission.holdings && !admission.is_out_of_budget && probe.hit_tokens > 0) {
+  std::vector<PrefixProbe> probes = {Probe(request, is_local)};
+  if (probes.front().hit_tokens > 0) {
     // Hits pin the parents they lie in, more of them than a compact table would take. A prompt near the bound
     // could wait for those for ever, in an idle pool too, so it is tried without its hits.
-    const PrefixProbe none = coordinator_.ProbePrefix({}, 0);
-    if (FirstChunkTokens(round, request, none, is_local) > 0) {
-      admission = AdmitBehind(round, request, none, is_local);
+    probes.push_back(coordinator_.ProbePrefix({}, 0));
+  }
+  request.blocked.reset();
+  if (!MayJoin(round, probes.front())) {
+    return std::nullopt;
+  }
+  for (const PrefixProbe& probe : probes) {
+    if (FirstChunkTokens(round, request, probe, is_local) == 0) {
+      const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
+      if (coordinator_.CanAdmit(probe, LeastDemands(request, hit_tokens, is_local))) {
+        return std::nullopt;
+      }
+      continue;
+    }
+    FirstAdmission admission = AdmitBehind(round, request, probe, is_local);
+    if (admission.holdings || admission.is_out_of_budget) {
+      return std::move(admission.holdings);
     }
   }
-  if (admission.holdings || admission.is_out_of_budget) {
-    request.blocked.reset();
-  } else {
-    request.blocked = {
-        .capacity_version = coordinator_.capacity_version(),
-        .publication_version = coordinator_.publication_version(),
-        .num_hit_grains = static_cast<std::int32_t>(probe.device_hit_tokens) / config_.prefix_granularity};
-    NoteBlockedPrompt(round, request);
-  }
-  return std::move(admission.holdings);
+  request.blocked = {.capacity_version = coordinator_.capacity_version(),
+                     .publication_version = coordinator_.publication_version(),
+                     .num_hit_grains = static_cast<std::int32_t>(probes.front().device_hit_tokens) /
+                                       config_.prefix_granularity,
+                     .num_budget_tokens = round.num_budget_tokens()};
+  NoteBlockedPrompt(round, request);
+  return std::nullopt;
 }
 
 // A read from storage may miss, and then all rows of the plan are given up. On the prefill role a transfer
@@ -305,8 +311,13 @@ PrefixProbe Scheduler::Probe(Request& request, bool is_local) {
                                   is_local ? ProbeScope::kAllGroups : ProbeScope::kHistoryGroups);
 }
 
-bool Scheduler::IsStillBlocked(const Request& request, bool is_local) const {
+bool Scheduler::IsStillBlocked(const Request& request, bool is_local, std::int32_t num_budget_tokens) const {
   if (!request.blocked) {
+    return false;
+  }
+  // Behind an undeclared completion's prompt room is needed once a chunk reaches its end; a shorter one may
+  // fit.
+  if (!request.max_new_tokens && num_budget_tokens < request.blocked->num_budget_tokens) {
     return false;
   }
   const std::int32_t next_grain = request.blocked->num_hit_grains;

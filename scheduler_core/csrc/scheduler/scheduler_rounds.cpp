@@ -95,19 +95,16 @@ std::int32_t Scheduler::SparedTokens() const {
                                      std::max(chunk_rules_.replay_window_tokens, config_.prefix_granularity);
 }
 
+// Whether it fits shows only when it is tried; if not, its budget goes back to the decodes.
 bool Scheduler::HasPrefillToRun() const {
   const RequestQueue& resident = QueueOf(Phase::kPrefilling);
   if (!resident.empty()) {
     return CanTakeRow(**resident.begin());
   }
-  if (const Request* readmission = NextReadmission()) {
-    return slots_.has_free_slot() && !IsStillBlocked(*readmission, /*is_local=*/true);
-  }
   const RequestQueue& waiting = QueueOf(Phase::kWaiting);
+  const auto is_to_run = [](const Request* request) { return !request->IsComplete(); };
   return slots_.has_free_slot() &&
-         std::any_of(waiting.begin(), waiting.end(), [this](const Request* request) {
-           return !request->IsComplete() && !IsStillBlocked(*request, /*is_local=*/true);
-         });
+         (NextReadmission() != nullptr || std::any_of(waiting.begin(), waiting.end(), is_to_run));
 }
 
 // One that finds no memory does not stop the others.

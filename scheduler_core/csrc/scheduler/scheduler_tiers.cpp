@@ -130,7 +130,8 @@ std::vector<Request*> Scheduler::LikelyAdmissions() const {
   PlanRoom room = RoomForNewPrompts();
   std::vector<Request*> likely;
   const auto add = [&](Request& request) {
-    if (!request.is_remote && !request.IsComplete() && !IsStillBlocked(request, /*is_local=*/true) &&
+    if (!request.is_remote && !request.IsComplete() &&
+        !IsStillBlocked(request, /*is_local=*/true, static_cast<std::int32_t>(room.num_budget_tokens)) &&
         CouldAdmitBeside(request, room.demands)) {
       likely.push_back(&request);
       --room.num_rows;

@@ -6,17 +6,19 @@ meaning when an earlier one is left out. A move that concerns nobody does nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from hypothesis import strategies as st
-from reference_model import Event, EventKind, GroupShape, Phase, Request, Role, SchedulerShape, Submission
+from reference_model import Event, EventKind, Phase, Request, Role, SchedulerShape, Submission
 
+from .shapes import NUMBERS, Digits, shape_of
 from .side_by_side import SideBySide
 
 GHOST = "ghost"
+ENDLESS_TOKENS = 10_000  # without a full group there is no bound worth reaching
 RESIDENT = (
     Phase.PREFILLING,
     Phase.AWAITING_RESULT,
@@ -30,6 +32,8 @@ LIVE = (Phase.AWAITING_READY, Phase.WAITING, Phase.RETRACTED, *RESIDENT)
 EXPECTED: dict[EventKind, tuple[Phase, ...]] = {
     EventKind.RESULT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.DECODING),
     EventKind.FINISH: (Phase.PREFILL_DONE, Phase.DECODING, Phase.RETRACTED),
+    EventKind.RESERVE: (Phase.DECODING,),
+    EventKind.RETRACT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.PREFILL_DONE, Phase.DECODING),
     EventKind.ABORT: LIVE,
     EventKind.READY: (Phase.AWAITING_READY,),
     EventKind.GRANTED: (Phase.WAITING, *RESIDENT),
@@ -37,11 +41,10 @@ EXPECTED: dict[EventKind, tuple[Phase, ...]] = {
     EventKind.HANDED_OVER: (Phase.HANDING_OVER, Phase.TRANSFER_HELD),
     EventKind.FAILED: LIVE,
     EventKind.QUIESCED: (Phase.TRANSFER_HELD, Phase.QUARANTINED),
-    EventKind.RETRACT: (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.PREFILL_DONE, Phase.DECODING),
 }
 COMMON_KINDS = (EventKind.RESULT, EventKind.FINISH, EventKind.ABORT)
 KINDS: dict[Role, tuple[EventKind, ...]] = {
-    Role.FUSED: (*COMMON_KINDS, *COMMON_KINDS, EventKind.RETRACT),
+    Role.FUSED: (*COMMON_KINDS, EventKind.RESULT, EventKind.RESERVE, EventKind.RETRACT),
     Role.PREFILL: (
         EventKind.RESULT,
         EventKind.ABORT,
@@ -53,13 +56,14 @@ KINDS: dict[Role, tuple[EventKind, ...]] = {
     ),
     Role.DECODE: (
         *COMMON_KINDS,
+        EventKind.RESERVE,
+        EventKind.RETRACT,
         EventKind.READY,
         EventKind.READY,
         EventKind.DONE,
         EventKind.DONE,
         EventKind.FAILED,
         EventKind.QUIESCED,
-        EventKind.RETRACT,
     ),
 }
 
@@ -74,7 +78,11 @@ ANSWERS: dict[Phase, EventKind] = {
     Phase.TRANSFER_HELD: EventKind.QUIESCED,
     Phase.QUARANTINED: EventKind.QUIESCED,
 }
-GENERATED: dict[Phase, EventKind] = {Phase.PREFILL_DONE: EventKind.FINISH, Phase.DECODING: EventKind.FINISH}
+GENERATED: dict[Phase, EventKind] = {
+    Phase.PREFILL_DONE: EventKind.FINISH,
+    Phase.DECODING: EventKind.FINISH,
+    Phase.RETRACTED: EventKind.FINISH,
+}
 ENDS: dict[Role, dict[Phase, EventKind]] = {
     Role.FUSED: GENERATED,
     Role.DECODE: GENERATED,
@@ -119,12 +127,15 @@ class MakePlan:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan, and at once what it calls for. `ends` requests that are complete."""
+    """A plan, and at once what it calls for, or while plans overlap what the plan before it called for. `ends` requests
+    that are complete."""
 
     ends: bool
+    overlaps: bool
 
     def play(self, history: History) -> None:
-        history.sides.plan()
+        plan = history.sides.plan()
+        ahead = plan.request_ids if self.overlaps and history.sides.shape.overlap_depth else []
         role = history.sides.shape.role
         if role is Role.PREFILL:
             history.advance([history.event(EventKind.GRANTED, request) for request in history.requests()])
@@ -133,11 +144,11 @@ class Step:
                 history.event(ANSWERS[request.phase], request)
                 for request in history.requests()
                 if request.phase in ANSWERS
-                and (request.num_results_out > 0 or ANSWERS[request.phase] is not EventKind.RESULT)
+                and (len(request.results_out) > ahead.count(request.request_id) or not history.owes(request))
             ]
         )
         if self.ends:
-            complete = [each for each in history.requests() if each.phase in ENDS[role] and not each.can_decode]
+            complete = [each for each in history.requests() if each.phase in ENDS[role] and history.is_complete(each)]
             history.advance([history.event(ENDS[role][request.phase], request) for request in complete])
 
 
@@ -162,11 +173,11 @@ class Pick:
     def event(self, history: History) -> Event | None:
         if not self.is_expected:
             ids = [*(request.request_id for request in history.requests()), GHOST]
-            payloads = ((7,), (-1,), (), (7, 8)) if self.kind is EventKind.RESULT else ((7,), (-1,))
+            payloads = ((7,), (-1,), (), (7, 8)) if self.kind is EventKind.RESULT else ((7,), (-1,), (0,))
             return Event(self.kind, ids[self.pick % len(ids)], payloads[self.token_shift % len(payloads)])
         candidates = [request for request in history.requests() if request.phase in EXPECTED[self.kind]]
         if self.kind is EventKind.RESULT:
-            candidates = [request for request in candidates if request.num_results_out > 0]
+            candidates = [request for request in candidates if request.results_out]
         if not candidates:
             return None
         return history.event(self.kind, candidates[self.pick % len(candidates)], self.token_shift)
@@ -208,20 +219,42 @@ class History:
 
     def event(self, kind: EventKind, request: Request, token_shift: int = 0) -> Event:
         """With what such an event has to say; a generated token is its own position unless shifted."""
-        has_token = kind is EventKind.DONE or (kind is EventKind.RESULT and request.phase is not Phase.PREFILLING)
-        return Event(kind, request.request_id, (len(request.tokens) + token_shift,) if has_token else ())
+        if kind is EventKind.RESERVE:
+            return Event(kind, request.request_id, (1 + token_shift % 20,))
+        first = len(request.tokens)
+        num_tokens = self.num_tokens_to_land(request) if kind is EventKind.RESULT else int(kind is EventKind.DONE)
+        return Event(kind, request.request_id, tuple(range(first + token_shift, first + token_shift + num_tokens)))
+
+    def num_tokens_to_land(self, request: Request) -> int:
+        """Of a verified row some of what it can bring, in turn."""
+        most = request.results_out[0]
+        if request.phase is Phase.DECODING:
+            most = min(most, request.num_wanted_tokens)
+        return 1 + len(request.tokens) % most if most else 0
+
+    def owes(self, request: Request) -> bool:
+        return ANSWERS[request.phase] is EventKind.RESULT
+
+    def is_complete(self, request: Request) -> bool:
+        """An undeclared completion ends somewhere, one that is generated elsewhere at once."""
+        num_generated = len(request.tokens) - len(request.submission.tokens)
+        is_undeclared = request.submission.max_new_tokens is None
+        if self.sides.shape.role is Role.PREFILL:
+            return True
+        return request.num_wanted_tokens <= 0 or (is_undeclared and num_generated > ord(request.request_id[-1]) % 8)
 
     def submission_of(self, prompt: Prompt, used: list[str]) -> Submission:
         """Cut to what the pool holds, unless it is to be refused for its length. Ids are taken again when free."""
         tokens = prompt.tokens()
-        reserve_tokens = 1 if self.sides.shape.role is Role.PREFILL else max(prompt.max_new_tokens or 0, 1)
+        num_new_tokens = 0 if self.sides.shape.role is Role.PREFILL else prompt.max_new_tokens or 0
+        reserve_tokens = max(num_new_tokens, self.sides.shape.verify_width)
         limit_tokens = max(1, self.sides.model.max_request_tokens() - reserve_tokens)
         match prompt.flaw:
             case "empty":
                 tokens = ()
             case "negative":
                 tokens = (*tokens[1:], -1)
-            case "too long":
+            case "too long" if limit_tokens < ENDLESS_TOKENS:
                 tokens = (7,) * (limit_tokens + 1)
             case _:
                 tokens = tokens[:limit_tokens]
@@ -235,64 +268,13 @@ class History:
         )
 
 
-# Strategies. A move is drawn as a kind and one number, which its parts are digits of: drawing is what takes the time.
-
-GROUP_MIXES: tuple[tuple[tuple[int, int], ...], ...] = (  # (slots per grain, packing) of each group
-    ((1, 1),),
-    ((2, 3),),
-    ((1, 1), (4, 5)),
-    ((2, 2), (4, 3)),
-    ((1, 2), (2, 1), (4, 8)),
-)
-NUMBERS = st.integers(0, 2**24 - 1)  # drawn evenly up to this size
-T = TypeVar("T")
-
-
-class Digits:
-    """Takes a number apart. 0 is the simplest choice everywhere."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def below(self, limit: int) -> int:
-        self.number, digit = divmod(self.number, limit)
-        return digit
-
-    def of(self, choices: Sequence[T]) -> T:
-        return choices[self.below(len(choices))]
-
-
-def shape_of(role: Role, number: int) -> SchedulerShape:
-    """Small pools: a few prompts fill one."""
-    digits = Digits(number)
-    prefix_granularity = digits.of((4, 4, 4, 8))
-    groups = tuple(
-        GroupShape(
-            group_id=f"g{position}",
-            block_granularity=prefix_granularity // slots_per_grain,
-            cache_blocks_per_lcm_block=packing,
-        )
-        for position, (slots_per_grain, packing) in enumerate(digits.of(GROUP_MIXES))
-    )
-    capacity_tokens = 16 + digits.below(48)
-    return SchedulerShape(
-        role=role,
-        prefix_granularity=prefix_granularity,
-        num_lcm_blocks=sum(
-            -(-capacity_tokens // (group.block_granularity * group.cache_blocks_per_lcm_block)) for group in groups
-        ),
-        max_batch_size=4 - digits.below(4),
-        token_budget=24 - digits.below(24),
-        groups=groups,
-        enable_prefix_cache=digits.below(8) != 7,
-        max_ready_ungranted=4 - digits.below(4),
-    )
+# Strategies. A move is drawn as a kind and one number, which its parts are digits of.
 
 
 def prompt_of(role: Role, digits: Digits) -> Prompt:
     return Prompt(
         num_tokens=1 + digits.below(36),
-        max_new_tokens=digits.of((0, 1, 2, 3, 4, 5, 6, None, None, None)),
+        max_new_tokens=digits.of((0, 1, 2, 3, 4, 5, 6, 20, None, None, None)),
         stem=digits.below(3),
         fork_token=digits.of((0, 4, 8, 10, 16)),
         local_prefill=role is Role.DECODE and digits.below(2) == 1,
@@ -330,7 +312,7 @@ def disturb_of(role: Role, number: int) -> Happen:
 MoveMaker: TypeAlias = Callable[[Role, int], Move]
 MAKERS: tuple[MoveMaker, ...] = (
     *[lambda role, number: MakePlan()] * 3,
-    *[lambda role, number: Step(ends=number % 2 == 1)] * 7,
+    *[lambda role, number: Step(ends=number % 2 == 1, overlaps=number % 4 > 1)] * 7,
     *[submit_of] * 6,
     *[happen_of] * 6,
     *[disturb_of] * 2,
@@ -342,4 +324,5 @@ def histories(role: Role, max_num_moves: int) -> st.SearchStrategy[Drawn]:
     """The number of moves is drawn evenly: lists of Hypothesis' own lengths would mostly be short."""
     move = st.tuples(st.sampled_from(MAKERS), NUMBERS).map(lambda drawn: drawn[0](role, drawn[1]))
     moves = st.integers(0, max_num_moves).flatmap(lambda count: st.lists(move, min_size=count, max_size=count))
-    return st.tuples(NUMBERS.map(lambda number: shape_of(role, number)), moves)
+    shapes = st.tuples(NUMBERS, NUMBERS).map(lambda numbers: shape_of(role, *numbers))
+    return st.tuples(shapes, moves)

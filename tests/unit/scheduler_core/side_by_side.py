@@ -10,22 +10,27 @@ from reference_model import (
     BrokenContract,
     Event,
     EventKind,
+    Eviction,
     Gauges,
+    GroupKind,
+    GroupShape,
     Plan,
     ReferenceScheduler,
     RefusedSubmission,
     Role,
     SchedulerShape,
     Submission,
+    require_sound,
 )
 from reference_model.values import Admission, Handover, RemotePrefill
 
 import scheduler_core as sc
 
-from .builders import full_group, scheduler_config
+from .builders import scheduler_config
 from .prefix_router import Router, hashes_of
 
 ROLES = {Role.PREFILL: sc.Role.PREFILL, Role.DECODE: sc.Role.DECODE, Role.FUSED: sc.Role.FUSED}
+EVICTIONS = {Eviction.LRU: sc.EvictionPolicy.LRU, Eviction.AGED_FREQUENCY: sc.EvictionPolicy.AGED_FREQUENCY}
 PLAIN_EVENTS: dict[EventKind, Callable[[str], sc.Event]] = {
     EventKind.FINISH: sc.FinishEvent,
     EventKind.ABORT: sc.AbortEvent,
@@ -95,6 +100,7 @@ class SideBySide:
         return is_clear
 
     def compare(self) -> None:
+        require_sound(self.model.books)
         require_equal("describe", self.native.describe(), self.model.describe())
         capacity, gauges = self.native.capacity(), self.model.gauges()
         for each in fields(Gauges):
@@ -137,25 +143,34 @@ def last_hash_of(tokens: tuple[int, ...], prefix_granularity: int) -> int:
     return hashes_of(tokens, prefix_granularity)[-1]
 
 
+def native_group(group: GroupShape) -> sc.CacheGroupConfig:
+    is_sliding = group.kind is GroupKind.SLIDING
+    return sc.CacheGroupConfig(
+        group_id=group.group_id,
+        family=sc.Family.STATE if group.kind is GroupKind.STATE else sc.Family.HISTORY,
+        retention=sc.Retention.SLIDING_WINDOW if is_sliding else sc.Retention.FULL_HISTORY,
+        block_granularity=group.block_granularity,
+        cache_blocks_per_lcm_block=group.cache_blocks_per_lcm_block,
+        sliding_window_tokens=group.window_tokens if is_sliding else None,
+        replayable=group.is_replayable,
+        shard_count=group.shard_count,
+    )
+
+
 def native_config(shape: SchedulerShape) -> sc.SchedulerConfig:
-    groups = [
-        full_group(
-            group.group_id,
-            block_granularity=group.block_granularity,
-            cache_blocks_per_lcm_block=group.cache_blocks_per_lcm_block,
-        )
-        for group in shape.groups
-    ]
     return scheduler_config(
         ROLES[shape.role],
         prefix_granularity=shape.prefix_granularity,
         num_lcm_blocks=shape.num_lcm_blocks,
         max_batch_size=shape.max_batch_size,
         token_budget=shape.token_budget,
-        cache_groups=groups,
+        cache_groups=[native_group(group) for group in shape.groups],
         enable_prefix_cache=shape.enable_prefix_cache,
         max_ready_ungranted=shape.max_ready_ungranted,
         enable_prefix_events=shape.enable_prefix_cache,
+        verify_width=shape.verify_width,
+        overlap_depth=shape.overlap_depth,
+        eviction_policy=EVICTIONS[shape.eviction],
     )
 
 
@@ -172,6 +187,8 @@ def native_spec(submission: Submission) -> sc.RequestSpec:
 def native_event(event: Event) -> sc.Event:
     if event.kind is EventKind.RESULT:
         return sc.ResultEvent(event.request_id, list(event.tokens))
+    if event.kind is EventKind.RESERVE:
+        return sc.ReserveEvent(event.request_id, event.tokens[0])
     if event.kind is EventKind.DONE:
         return sc.DoneEvent(event.request_id, event.tokens[0])
     return PLAIN_EVENTS[event.kind](event.request_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeAlias
 
 import pytest
@@ -20,6 +20,7 @@ from reference_model import (
     EventKind,
     FullHistory,
     Gauges,
+    GroupKind,
     GroupPolicy,
     GroupShape,
     Plan,
@@ -27,9 +28,12 @@ from reference_model import (
     Request,
     Role,
     SchedulerShape,
+    SlidingWindow,
+    State,
     Submission,
 )
-from reference_model.retraction import Outcome
+from reference_model.group_policies import Boundary, Completed, Tier
+from reference_model.retraction import Resolution
 from reference_model.rounds import Round
 from reference_model.values import Admission, Handover, RemotePrefill
 
@@ -192,11 +196,30 @@ def test_everything_that_the_core_tells_is_compared(native: type, model: type) -
 
 class EvictsTheShallowestFirst(ReferenceScheduler):
     class Policy(FullHistory):
-        def eviction_place(self, end_token: int) -> tuple[int, int]:
-            return 2, end_token
+        def eviction_place(self, boundary: Boundary, was_hit: bool, end_token: int) -> tuple[Tier, int]:
+            return Tier.CLOSED_PREFIX, end_token
 
     def make_policy(self, group: GroupShape) -> GroupPolicy:
-        return self.Policy(group.block_granularity)
+        return self.Policy(self.shape, group) if group.kind is GroupKind.FULL else super().make_policy(group)
+
+
+class SlidesATokenTooEarly(ReferenceScheduler):
+    class Policy(SlidingWindow):
+        def num_expired_slots(self, num_computed_tokens: int) -> int:
+            return super().num_expired_slots(num_computed_tokens + 1)
+
+    def make_policy(self, group: GroupShape) -> GroupPolicy:
+        is_sliding = group.kind is GroupKind.SLIDING and not group.is_replayable
+        return self.Policy(self.shape, group) if is_sliding else super().make_policy(group)
+
+
+class PublishesStatesOfChanceBoundaries(ReferenceScheduler):
+    class Policy(State):
+        def slots_to_publish(self, completed: Completed) -> range:
+            return super().slots_to_publish(replace(completed, boundary=Boundary.PROMOTED))
+
+    def make_policy(self, group: GroupShape) -> GroupPolicy:
+        return self.Policy(self.shape, group) if group.kind is GroupKind.STATE else super().make_policy(group)
 
 
 class PublishesWhatWasAborted(ReferenceScheduler):
@@ -221,22 +244,25 @@ class FreesWhatAPeerMayTouch(ReferenceScheduler):
 
 
 class NobodyGivesWay(ReferenceScheduler):
-    def resolve_blocked(self, current: Round) -> Outcome:
-        return Outcome()
+    def resolve_blocked(self, current: Round) -> Resolution:
+        return Resolution()
 
 
 class GivesWayWithoutPublishing(ReferenceScheduler):
-    def resolve_blocked(self, current: Round) -> Outcome:
-        current.books.publish_pending = lambda request: None  # type: ignore[method-assign]
-        outcome = super().resolve_blocked(current)
-        del current.books.publish_pending
-        return outcome
+    class ForgetfulBooks(Books):
+        def publish_snapshot(self, request: Request) -> None:
+            pass
+
+    def make_books(self, policies: Sequence[GroupPolicy]) -> Books:
+        return self.ForgetfulBooks(self.shape, policies)
 
 
 @pytest.mark.parametrize(
     ("faulty", "roles"),
     [
         (EvictsTheShallowestFirst, Role),
+        (SlidesATokenTooEarly, (Role.FUSED,)),
+        (PublishesStatesOfChanceBoundaries, (Role.FUSED,)),
         (PublishesWhatWasAborted, Role),
         (ForgetsTheReserve, Role),
         (FreesWhatAPeerMayTouch, (Role.PREFILL, Role.DECODE)),

@@ -139,6 +139,9 @@ class CacheCoordinator {
   std::optional<Admission> AdmitFirst(std::span<BlockTable> tables, PrefixProbe& probe,
                                       const DemandsFor& demands_for);
 
+  // Whether blocks for a first admission could be had now, on the device. Changes nothing.
+  bool CanAdmit(const PrefixProbe& probe, std::span<const GroupDemand> demands);
+
   // Whether empty tables could take the demands if everything evictable went, the hits of the request
   // included. False means that a first admission with them or larger ones fails. Costs O(groups).
   bool CouldAdmit(std::span<const GroupDemand> demands, const Releasable& releasable = {}) const;
@@ -238,6 +241,8 @@ class CacheCoordinator {
   void KeepWindowOf(PrefixProbe& probe, std::size_t group) const;
   AdmissionAttempt TryAdmitFirst(std::span<BlockTable> tables, PrefixProbe& probe,
                                  std::span<const GroupDemand> demands);
+  std::optional<std::vector<EvictionVictim>> PlanFirst(const HostExtension& extension,
+                                                       std::span<const GroupDemand> demands) const;
   HostExtension HoldExtension(const PrefixProbe& probe) const;
   std::int64_t PlaceReads(HostExtension& extension, std::int64_t hit_tokens);
   std::int64_t AcquireDestinations(HostExtension& extension, std::span<const GroupDemand> demands,

@@ -95,11 +95,7 @@ CacheCoordinator::AdmissionAttempt CacheCoordinator::TryAdmitFirst(std::span<Blo
                                                                    std::span<const GroupDemand> demands) {
   HitPins pins(groups_, probe);
   HostExtension extension = HoldExtension(probe);
-  std::vector<std::int64_t> num_missing = NumMissingFor(demands);
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    num_missing[group] += groups_[group]->is_closed() ? extension.NumLoads(group) : 0;
-  }
-  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
+  const std::optional<std::vector<EvictionVictim>> victims = PlanFirst(extension, demands);
   if (!victims) {
     pins.Abandon();
     Abandon(extension);
@@ -138,6 +134,25 @@ CacheCoordinator::AdmissionAttempt CacheCoordinator::TryAdmitFirst(std::span<Blo
     admission.fresh_ids.push_back(Acquire(tables[group], static_cast<std::int32_t>(group), plan));
   }
   return {.admission = std::move(admission), .shorter_hit_tokens = {}};
+}
+
+bool CacheCoordinator::CanAdmit(const PrefixProbe& probe, std::span<const GroupDemand> demands) {
+  HitPins pins(groups_, probe);
+  HostExtension extension = HoldExtension(probe);
+  const bool fits = PlanFirst(extension, demands).has_value();
+  pins.Abandon();
+  Abandon(extension);
+  return fits;
+}
+
+// What must go for a first admission whose hits are held.
+std::optional<std::vector<EvictionVictim>> CacheCoordinator::PlanFirst(
+    const HostExtension& extension, std::span<const GroupDemand> demands) const {
+  std::vector<std::int64_t> num_missing = NumMissingFor(demands);
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    num_missing[group] += groups_[group]->is_closed() ? extension.NumLoads(group) : 0;
+  }
+  return PlanEvictions(pool_, num_missing, indexes_);
 }
 
 // Holds what is there already, on either tier.
