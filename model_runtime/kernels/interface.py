@@ -57,12 +57,14 @@ class Kernels(Protocol):
         lengths: torch.Tensor,
         output: torch.Tensor,
         scale: float,
+        window_left_tokens: int | None = None,
     ) -> None:
         """Causal grouped-query attention for every token of the batch, keys and values read through a page table.
 
         `query`, `output`: float32[num_tokens, num_heads, head_dim], the tokens of all rows concatenated. `key_pages`,
         `value_pages`: float32[num_pages, kernel_page_size, num_kv_heads, head_dim], already holding the batch's own
         rows. `page_table`: int32[num_rows, max_pages]. `begins`, `lengths`: int32[num_rows]; token t of row r is at
-        position begins[r] + t and sees the positions up to its own. Raises ValueError, before anything is written,
-        when shapes, lengths or page ids contradict each other.
+        position begins[r] + t and sees the positions up to its own, of those before it only the last
+        `window_left_tokens` unless that is None. What no token sees is not read into any result, whatever its page
+        holds. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each other.
         """

@@ -45,25 +45,32 @@ class ReferenceKernels:
         lengths: torch.Tensor,
         output: torch.Tensor,
         scale: float,
+        window_left_tokens: int | None = None,
     ) -> None:
         end = 0
         for row, (position, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             begin, end = end, end + length
             pages = page_table[row].long()
-            num_keys = position + length
+            first_key = 0 if window_left_tokens is None else max(0, position - window_left_tokens)
+            seen = slice(first_key, position + length)
             output[begin:end] = _attend_row(
                 query[begin:end],
-                key_pages[pages].flatten(0, 1)[:num_keys],
-                value_pages[pages].flatten(0, 1)[:num_keys],
+                key_pages[pages].flatten(0, 1)[seen],
+                value_pages[pages].flatten(0, 1)[seen],
                 scale,
+                window_left_tokens,
             )
 
 
-def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window_left_tokens: int | None
+) -> torch.Tensor:
     num_tokens, num_keys = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
     keys, values = (rows.double().repeat_interleave(group, dim=1) for rows in (keys, values))
     scores = torch.einsum("thd,khd->htk", query.double(), keys) * scale  # [num_heads, tokens, keys]
     visible = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(num_keys - num_tokens)
+    if window_left_tokens is not None:
+        visible = visible.triu(num_keys - num_tokens - window_left_tokens)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return torch.einsum("htk,khd->thd", weights, values).to(query.dtype)

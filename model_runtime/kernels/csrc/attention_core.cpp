@@ -129,25 +129,35 @@ float total(Vec v) {
   return lanes[0];
 }
 
-// Writes the unnormalised weights of the first num_visible keys (zeros behind them), updates the running
-// maximum and sum, and scales what the query has gathered so far to the new maximum.
-void weigh_keys(const QueryState& state, int index, const KeyStep& step, int num_visible, float* weights) {
+// The keys of one step that a query sees: [begin, end), not empty.
+struct VisibleKeys {
+  int begin = 0;
+  int end = 0;
+};
+
+// Writes the unnormalised weights of the visible keys (zeros around them), updates the running maximum and
+// sum, and scales what the query has gathered so far to the new maximum.
+void weigh_keys(const QueryState& state, int index, const KeyStep& step, VisibleKeys visible,
+                float* weights) {
   Vec best = broadcast(kNegativeInfinity);
-  const int num_scored = (num_visible + kLanes - 1) / kLanes * kLanes;
-  for (int j = 0; j < num_scored; j += kLanes) {
+  const int first_scored = visible.begin / kLanes * kLanes;
+  const int num_scored = (visible.end + kLanes - 1) / kLanes * kLanes;
+  for (int j = first_scored; j < num_scored; j += kLanes) {
     Vec scores = score_keys(state.query + index * state.padded, step.key_rows + j, state.padded);
-    for (int i = num_visible - j; i < kLanes; ++i) scores[i] = kNegativeInfinity;
+    for (int i = 0; i < visible.begin - j; ++i) scores[i] = kNegativeInfinity;
+    for (int i = visible.end - j; i < kLanes; ++i) scores[i] = kNegativeInfinity;
     store(weights + j, scores);
     best = scores > best ? scores : best;
   }
   const float old_max = state.max[index];
   const float new_max = std::max(old_max, largest(best));
   Vec sums = {};
-  for (int j = 0; j < num_scored; j += kLanes) {
+  for (int j = first_scored; j < num_scored; j += kLanes) {
     const Vec weight = exp_nonpositive(load(weights + j) - new_max);
     store(weights + j, weight);
     sums += weight;
   }
+  std::fill(weights, weights + first_scored, 0.0F);
   std::fill(weights + num_scored, weights + kKeysPerStep, 0.0F);
   const float rescale = exp_nonpositive(old_max - new_max);
   state.max[index] = new_max;
@@ -156,8 +166,10 @@ void weigh_keys(const QueryState& state, int index, const KeyStep& step, int num
   for (int d = 0; d < state.padded; d += kLanes) store(output + d, load(output + d) * rescale);
 }
 
+// Keys outside [keys.begin, keys.end) are not read: no query of the group sees them, and their rows may be
+// anything.
 template <int kQueries>
-void gather_values(const QueryState& state, int index, const KeyStep& step, int num_keys) {
+void gather_values(const QueryState& state, int index, const KeyStep& step, VisibleKeys keys) {
   for (int d = 0; d < state.padded; d += kVectorsPerSlice * kLanes) {
     const int num_vectors = std::min(kVectorsPerSlice, (state.padded - d) / kLanes);
     float* output = state.output + index * state.padded + d;
@@ -168,7 +180,7 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
 #pragma GCC unroll 4
         for (int v = 0; v < kVectorsPerSlice; ++v) sums[q][v] = load(output + q * state.padded + v * kLanes);
       }
-      for (int j = 0; j < num_keys; ++j) {
+      for (int j = keys.begin; j < keys.end; ++j) {
         const float* row = step.value_rows[j] + d;
 #pragma GCC unroll 4
         for (int q = 0; q < kQueries; ++q) {
@@ -187,7 +199,7 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
     for (int q = 0; q < kQueries; ++q) {
       for (int v = 0; v < num_vectors; ++v) {
         Vec sum = load(output + q * state.padded + v * kLanes);
-        for (int j = 0; j < num_keys; ++j) {
+        for (int j = keys.begin; j < keys.end; ++j) {
           sum += state.weights[q * kKeysPerStep + j] * load(step.value_rows[j] + d + v * kLanes);
         }
         store(output + q * state.padded + v * kLanes, sum);
@@ -196,23 +208,32 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
   }
 }
 
+// The step's tokens are those that see any of its keys: queries before it are masked by causality, queries
+// behind it by the window.
 void attend_step(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key) {
   const int first_token = std::max(0, first_key - tile.first_position);
-  const int end = tile.num_tokens * tile.num_group_heads;
-  const auto num_visible = [&](int index) {
+  const std::int64_t last_position =
+      std::int64_t{first_key} + step.num_keys - 1 + (std::int64_t{tile.window_tokens} - 1);
+  const auto end_token =
+      static_cast<int>(std::min<std::int64_t>(tile.num_tokens, last_position + 1 - tile.first_position));
+  const int end = end_token * tile.num_group_heads;
+  const auto visible = [&](int index) {
     const int position = tile.first_position + index / tile.num_group_heads;
-    return std::min(step.num_keys, position + 1 - first_key);
+    return VisibleKeys{.begin = std::max(0, position - (tile.window_tokens - 1) - first_key),
+                       .end = std::min(step.num_keys, position + 1 - first_key)};
   };
   int index = first_token * tile.num_group_heads;
   for (; index + kQueriesPerGroup <= end; index += kQueriesPerGroup) {
     for (int q = 0; q < kQueriesPerGroup; ++q) {
-      weigh_keys(state, index + q, step, num_visible(index + q), state.weights + q * kKeysPerStep);
+      weigh_keys(state, index + q, step, visible(index + q), state.weights + q * kKeysPerStep);
     }
-    gather_values<kQueriesPerGroup>(state, index, step, num_visible(index + kQueriesPerGroup - 1));
+    gather_values<kQueriesPerGroup>(
+        state, index, step,
+        {.begin = visible(index).begin, .end = visible(index + kQueriesPerGroup - 1).end});
   }
   for (; index < end; ++index) {
-    weigh_keys(state, index, step, num_visible(index), state.weights);
-    gather_values<1>(state, index, step, num_visible(index));
+    weigh_keys(state, index, step, visible(index), state.weights);
+    gather_values<1>(state, index, step, visible(index));
   }
 }
 
@@ -233,7 +254,8 @@ void attend_tile(const AttentionTile& tile, float* scratch) {
   const QueryState state = lay_out(scratch, tile.num_group_heads, tile.head_dim);
   load_queries(tile, state);
   const int end = tile.first_position + tile.num_tokens;
-  for (int first_key = 0; first_key < end; first_key += kKeysPerStep) {
+  const int oldest = std::max(0, tile.first_position - (tile.window_tokens - 1));
+  for (int first_key = oldest / kKeysPerStep * kKeysPerStep; first_key < end; first_key += kKeysPerStep) {
     const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
     attend_step(tile, state, step, first_key);
   }

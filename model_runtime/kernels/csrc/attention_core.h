@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace pdmesh::kernels {
 
@@ -32,6 +33,7 @@ struct AttentionTile {
   int num_group_heads = 0;  // query heads per key/value head, contiguous
   int head_dim = 0;
   int first_position = 0;  // absolute position of the first token; the others follow it
+  int window_tokens = std::numeric_limits<int>::max();  // tokens a query sees, its own included; at least 1
   float scale = 1.0F;
   HeadRows key;
   HeadRows value;

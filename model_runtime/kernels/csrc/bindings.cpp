@@ -1,13 +1,16 @@
 // Python face of the native kernels: checks shapes, releases the interpreter lock, forwards.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "elementwise.h"
@@ -78,7 +81,7 @@ int checked_num_threads(int num_threads) {
 
 AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pages& value_pages,
                             const Table& page_table, const RowInts& begins, const RowInts& lengths,
-                            const MutableHeads& output, float scale) {
+                            const MutableHeads& output, float scale, std::optional<int> window_left_tokens) {
   const auto head_dim = static_cast<std::int64_t>(query.shape(2));
   require(has_stride(query, 2, 1) && has_stride(query, 1, head_dim), "the heads of query must be contiguous");
   require(has_stride(output, 2, 1) && has_stride(output, 1, head_dim),
@@ -122,6 +125,11 @@ AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pa
   call.num_kv_heads = static_cast<int>(key_pages.shape(2));
   call.head_dim = static_cast<int>(head_dim);
   call.scale = scale;
+  if (window_left_tokens) {
+    require(*window_left_tokens >= 0 && *window_left_tokens < std::numeric_limits<int>::max(),
+            "window_left_tokens must not be negative");
+    call.window_tokens = *window_left_tokens + 1;
+  }
   return call;
 }
 
@@ -150,9 +158,10 @@ class CpuKernels {
   std::string instruction_set() const { return set_.name; }
 
   void attend(const Heads& query, const Pages& key_pages, const Pages& value_pages, const Table& page_table,
-              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale) {
-    const AttentionCall call =
-        describe_call(query, key_pages, value_pages, page_table, begins, lengths, output, scale);
+              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale,
+              std::optional<int> window_left_tokens) {
+    const AttentionCall call = describe_call(query, key_pages, value_pages, page_table, begins, lengths,
+                                             output, scale, window_left_tokens);
     const nb::gil_scoped_release unlocked;
     attention_.attend(call, pool_);
   }
@@ -265,9 +274,10 @@ NB_MODULE(_native, module) {
       .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
       .def("attend", &CpuKernels::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
            "value_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
-           "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a,
+           "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a, "window_left_tokens"_a = nb::none(),
            "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
-           "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows].")
+           "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows]. "
+           "window_left_tokens: tokens before its own that a query sees, None for all.")
       .def("pack", &CpuKernels::pack, "weight"_a.noconvert(),
            "weight float32[columns, depth] in the layout that multiply and gather_rows of this instruction "
            "set read.")

@@ -29,6 +29,9 @@ void AttentionCall::validate() const {
     refuse("num_heads " + std::to_string(num_heads) + " is no multiple of num_kv_heads " +
            std::to_string(num_kv_heads));
   }
+  if (window_tokens < 1) {
+    refuse("a query must see at least itself, window_tokens is " + std::to_string(window_tokens));
+  }
   std::int64_t num_row_tokens = 0;
   for (std::int64_t row = 0; row < num_rows; ++row) {
     if (begins[row] < 0 || lengths[row] < 1) {
@@ -88,6 +91,7 @@ void PagedAttention::attend_item(const AttentionCall& call, const Item& item, fl
   tile.num_group_heads = group;
   tile.head_dim = call.head_dim;
   tile.first_position = call.begins[item.row] + item.first_token;
+  tile.window_tokens = call.window_tokens;
   tile.scale = call.scale;
   tile.key = {call.key + kv_offset, call.key_page_stride, call.key_token_stride};
   tile.value = {call.value + kv_offset, call.value_page_stride, call.value_token_stride};
@@ -101,7 +105,9 @@ void PagedAttention::attend(const AttentionCall& call, WorkerPool& pool) {
   plan_items(call);
   std::int64_t num_pairs = 0;
   for (std::int64_t row = 0; row < call.num_rows; ++row) {
-    num_pairs += static_cast<std::int64_t>(call.lengths[row]) * (call.begins[row] + call.lengths[row]);
+    const std::int64_t num_keys =
+        std::min<std::int64_t>(call.begins[row] + call.lengths[row], call.window_tokens);
+    num_pairs += call.lengths[row] * num_keys;
   }
   const auto num_floats = static_cast<std::size_t>(
       scratch_floats(call.num_heads / call.num_kv_heads, call.head_dim) + kAlignmentFloats);

@@ -1,9 +1,11 @@
-// Causal grouped-query attention over a paged key/value cache: splits a batch into tiles and shares them out.
+// Causal, optionally windowed, grouped-query attention over a paged key/value cache: splits a batch into
+// tiles and shares them out.
 //
 // Reads the cache through the page table only. Must not know Python, the arena or the scheduler.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "attention_core.h"
@@ -35,6 +37,7 @@ struct AttentionCall {
   int num_kv_heads = 0;
   int head_dim = 0;
   float scale = 1.0F;
+  int window_tokens = std::numeric_limits<int>::max();  // tokens a query sees, its own included
 
   // Throws std::invalid_argument naming the value; nothing has been read or written then.
   void validate() const;
