@@ -17,7 +17,7 @@ import torch
 from cache_runtime.arena import CacheArena
 from cache_runtime.device import CpuDevice
 from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
-from cache_runtime.layer_binding import bind_cache_groups
+from cache_runtime.layer_binding import PagedAttention, bind_cache_groups, check_cache_groups
 from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.pools.kv_pool import KvPool
@@ -25,7 +25,7 @@ from cache_runtime.recipes.plan import CacheMemoryPlan
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
-from model_runtime.layers.attention import AttentionContext
+from model_runtime.layers.attention import AttentionContext, declare_attention
 from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
 
@@ -70,6 +70,8 @@ class ModelExecutor:
             )
             for group in setup.plan.groups
         }
+        # Here, where nothing is allocated yet; the model's own layers are bound once they exist.
+        check_cache_groups(_declared_layers(checkpoint.config), setup.plan)
         # Torch's own threads spin between operations and would hold the cores that the native kernels' threads, and
         # other nodes on this machine, need; what is left to torch is too small to share.
         torch.set_num_threads(1)
@@ -137,6 +139,10 @@ class ModelExecutor:
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
+
+
+def _declared_layers(config: ModelConfig) -> tuple[PagedAttention, ...]:
+    return tuple(declare_attention(layer, config) for layer in range(config.num_layers))
 
 
 def _ignore_stage(_: int) -> None:

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
-from model_runtime.hf_config import read_hf_config, read_json_object
+from model_runtime.hf_config import read_hf_config
+from model_runtime.hf_keys import read_json_object
 from model_runtime.weights import Shape
 
 _SINGLE_FILE = "model.safetensors"

@@ -18,7 +18,7 @@ from model_runtime.kernels.interface import Kernels
 from model_runtime.layers.attention import AttentionContext, CachedAttention
 from model_runtime.layers.linear import Linear
 from model_runtime.layers.norm import RmsNorm
-from model_runtime.layers.rotary import Angles, RotaryTable, rotate
+from model_runtime.layers.rotary import Angles, RotaryTable, rotary_frequencies, rotate
 from model_runtime.weights import Shape, TensorSource, read_stacked
 
 
@@ -77,7 +77,7 @@ class LlamaAttention:
             *(f"{prefix}{name}_proj.weight" for name in "qkv")
         )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
         self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer=layer, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        self.cached = CachedAttention(layer, config)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
@@ -128,7 +128,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable(config)
+        self._rotary = RotaryTable(rotary_frequencies(config))
         self._embedding = builder.linear("model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
         self._norm = builder.norm("model.norm.weight")  # [hidden]
