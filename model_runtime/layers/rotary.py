@@ -23,7 +23,7 @@ class Angles:
 
 
 class RotaryTable:
-    """Turns positions into the cosines and sines of a layer's heads. Holds the frequencies[head_dim / 2] and no table."""
+    """Turns positions into the cosines and sines of heads. Holds the frequencies[head_dim / 2] and no table."""
 
     def __init__(self, frequencies: torch.Tensor) -> None:
         self._frequencies = frequencies  # [head_dim / 2]
