@@ -22,8 +22,8 @@ _STATE_WINDOW_TOKENS = 2
 class GrantedGroup:
     """What bounds a grant in one group: tokens per slot, and the peer's number of blocks, block 0 included.
 
-    `window_tokens` is what the group still keeps behind a computed prompt, None for all of it. `is_replayable`: a prefix
-    hit leaves out nothing, because the group is not cached.
+    `window_tokens` is what the group still keeps behind a computed prompt, None for all of it. `is_replayable`: a
+    prefix hit leaves out nothing, because the group is not cached.
     """
 
     group_id: str
