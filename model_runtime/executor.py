@@ -22,6 +22,7 @@ from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.pools.kv_pool import KvPool
 from cache_runtime.recipes.plan import CacheMemoryPlan
+from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
@@ -44,7 +45,7 @@ class ModelExecutor:
 
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
+    process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
     weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
     """
 
@@ -57,12 +58,18 @@ class ModelExecutor:
         dtype: str = "float32",
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
+        scheduler_limits: SchedulerLimits | None = None,
     ) -> None:
         family = find_family(checkpoint.config.architecture)
         torch_dtype = compute_dtype(dtype)
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
         backend = cpu_backend(num_threads)
-        budget = CacheBudget(memory_bytes=memory_bytes, prefix_granularity=prefix_granularity, dtype=dtype)
+        budget = CacheBudget(
+            memory_bytes=memory_bytes,
+            prefix_granularity=prefix_granularity,
+            dtype=dtype,
+            scheduler_limits=scheduler_limits,
+        )
         setup = family.cache_recipe(checkpoint.config, budget).setup()
         page_sizes = {
             group.group_id: resolve_kernel_page_size(
@@ -77,6 +84,7 @@ class ModelExecutor:
         torch.set_num_threads(1)
         self._config = checkpoint.config
         self._stages = setup.producer_fields_by_step
+        self._token_capacity = setup.token_capacity
         self._kernels = backend.kernels
         self._arena = CacheArena(setup.plan, CpuDevice())
         self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
@@ -96,6 +104,11 @@ class ModelExecutor:
     @property
     def plan(self) -> CacheMemoryPlan:
         return self._arena.plan
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that the arena holds at most."""
+        return self._token_capacity
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:

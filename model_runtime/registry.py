@@ -14,6 +14,7 @@ from cache_runtime.layer_binding import PagedAttention
 from cache_runtime.recipes.base import CacheRecipe
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
+from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError, UnsupportedDtypeError
 from model_runtime.forward_batch import ForwardBatch
@@ -37,11 +38,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBudget:
-    """What a recipe is given besides the model: bytes for the arena and tokens per prefix grain."""
+    """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it."""
 
     memory_bytes: int
     prefix_granularity: int
     dtype: str
+    scheduler_limits: SchedulerLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ def _dense_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
     return DenseCacheRecipe(
         prefix_granularity=budget.prefix_granularity,
         memory_bytes=budget.memory_bytes,
+        scheduler_limits=budget.scheduler_limits,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -97,6 +100,7 @@ def _sliding_full_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecip
     return SlidingFullCacheRecipe(
         prefix_granularity=budget.prefix_granularity,
         memory_bytes=budget.memory_bytes,
+        scheduler_limits=budget.scheduler_limits,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -5,6 +5,7 @@ A model family fills in the named seams and restates no stage. Knows no device a
 
 from __future__ import annotations
 
+import bisect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from enum import StrEnum
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.plan import ARENA_ALIGNMENT_BYTES, CacheLayout, CacheMemoryPlan, pack
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, GroupDeclaration, check_row_field
+from cache_runtime.scheduler_bridge import CapacityModel, SchedulerLimits
+from scheduler_core import ConfigError
 
 FieldIds = tuple[str, ...]
 
@@ -57,11 +60,13 @@ class CacheSetup:
 class CacheRecipe(ABC):
     """Template of a model family's cache. `setup` runs the stages; every other method is a seam.
 
-    `prefix_granularity` is in tokens. `memory_bytes` is what the cache may use, workspace included.
+    `prefix_granularity` is in tokens. `memory_bytes` is what the cache may use, workspace included. `scheduler_limits`
+    None: nothing is known of the requests, and capacity is the flat product.
     """
 
     prefix_granularity: int
     memory_bytes: int
+    scheduler_limits: SchedulerLimits | None = None
 
     def setup(self) -> CacheSetup:
         """Raises CacheConfigError naming the culprit before anything is allocated."""
@@ -147,7 +152,7 @@ class CacheRecipe(ABC):
         """Usable parents that fit the memory; refused when one request could not even hold one prefix grain."""
         budget_bytes = self.memory_bytes - self.workspace_bytes()
         num_lcm_blocks = layout.num_lcm_blocks_within(budget_bytes) if budget_bytes > 0 else -1
-        needed_lcm_blocks = max(1, layout.parents_per_prefix_grain())
+        needed_lcm_blocks = max(1, self._parents_of_one_grain(layout))
         if num_lcm_blocks < needed_lcm_blocks:
             needed_bytes = layout.num_arena_bytes(needed_lcm_blocks) + self.workspace_bytes()
             raise CacheConfigError(
@@ -157,8 +162,40 @@ class CacheRecipe(ABC):
         return num_lcm_blocks
 
     def token_capacity(self, layout: CacheLayout, num_lcm_blocks: int) -> int:
-        """Tokens that many parents hold: by default the flat product of the full-history groups."""
+        """Tokens that so many parents hold, in whole prefix grains: by default the flat product, parents times what the
+        full-history groups put into one. A family whose other groups take part calls `_capacity_from_parents`."""
         return layout.token_capacity(num_lcm_blocks)
+
+    def parents_needed(self, model: CapacityModel, num_tokens: int) -> int:
+        """Parents that hold `num_tokens` in as few requests as the context allows."""
+        return model.parents_needed(-(-num_tokens // model.context_tokens), num_tokens)
+
+    def _capacity_from_parents(self, layout: CacheLayout, num_lcm_blocks: int) -> int:
+        """The inverse of `parents_needed`, which grows with the tokens; flat where nothing is known of the requests."""
+        flat_tokens = layout.token_capacity(num_lcm_blocks)
+        model = self._capacity_model(layout)
+        if model is None:
+            return flat_tokens
+        grain_tokens = layout.prefix_granularity
+        num_grains = bisect.bisect_right(
+            range(1, flat_tokens // grain_tokens + 1),
+            num_lcm_blocks,
+            key=lambda grains: self.parents_needed(model, grains * grain_tokens),
+        )
+        return num_grains * grain_tokens
+
+    def _parents_of_one_grain(self, layout: CacheLayout) -> int:
+        model = self._capacity_model(layout)
+        return layout.parents_per_prefix_grain() if model is None else model.parents_of_one(layout.prefix_granularity)
+
+    def _capacity_model(self, layout: CacheLayout) -> CapacityModel | None:
+        """Raises CacheConfigError for limits that the scheduler would refuse."""
+        if self.scheduler_limits is None:
+            return None
+        try:
+            return CapacityModel(layout, self.scheduler_limits)
+        except ConfigError as error:
+            raise CacheConfigError(str(error)) from error
 
     def _fields_of(self, layers: Sequence[Sequence[int]]) -> tuple[FieldIds, ...]:
         return tuple(

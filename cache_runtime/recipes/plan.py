@@ -169,11 +169,11 @@ class CacheLayout:
         return bisect.bisect_right(range(limit), memory_bytes, key=self.num_arena_bytes) - 1
 
     def parents_per_prefix_grain(self) -> int:
-        """Parents one request needs to hold a single prefix grain in every full-history group."""
+        """Parents that hold a single prefix grain in every group."""
         grain = self.prefix_granularity
         return sum(
             math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block)
-            for group in self._full_history_groups()
+            for group in self.groups
         )
 
     def token_capacity(self, num_lcm_blocks: int) -> int:
@@ -233,11 +233,6 @@ class CacheMemoryPlan:
     @property
     def num_arena_bytes(self) -> int:
         return self.layout.num_arena_bytes(self.num_lcm_blocks)
-
-    @property
-    def token_capacity(self) -> int:
-        """Tokens the whole arena holds, in whole prefix grains."""
-        return self.layout.token_capacity(self.num_lcm_blocks)
 
     @cached_property
     def fields(self) -> tuple[CacheFieldLayout, ...]:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.base import CacheLayerType
+from cache_runtime.recipes.plan import CacheLayout
 from cache_runtime.recipes.rows import RowsCacheRecipe
 from cache_runtime.recipes.spec import CacheGroupSpec
 
@@ -42,6 +43,10 @@ class SlidingFullCacheRecipe(RowsCacheRecipe):
     def group_spec(self, group_id: str) -> CacheGroupSpec:
         is_sliding = group_id == SLIDING_GROUP_ID
         return self.rows_group(group_id, sliding_window_tokens=self.sliding_window_tokens if is_sliding else None)
+
+    @override
+    def token_capacity(self, layout: CacheLayout, num_lcm_blocks: int) -> int:
+        return self._capacity_from_parents(layout, num_lcm_blocks)
 
     @override
     def max_padding_fraction(self) -> float:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from cache_runtime.errors import CacheError
-from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
 from cache_runtime.transfer import create_engine
 from cache_runtime.transfer.engine import DataPlaneError, TransferEngine
 from cache_runtime.transfer.schema import ManifestError, build_manifest
@@ -42,6 +42,13 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         prefix_granularity=config.prefix_granularity,
         kernel_page_size=config.kernel_page_size,
         num_threads=config.num_threads,
+        scheduler_limits=SchedulerLimits(
+            role=role,
+            max_batch_size=config.max_batch_size,
+            token_budget=config.token_budget,
+            context_tokens=_context_tokens(config, checkpoint),
+            enable_prefix_cache=config.enable_prefix_cache,
+        ),
     )
     contract = executor.arena.contract
     scheduler_config = SchedulerConfig(
@@ -93,22 +100,25 @@ def _data_plane(
 
 
 def _facts(config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str) -> ModelFacts:
-    context_tokens = executor.config.max_position_tokens
-    if config.max_model_len is not None:
-        if config.max_model_len > context_tokens:
-            raise BadConfig(
-                f"max_model_len={config.max_model_len} is above the model's context of {context_tokens} tokens"
-            )
-        context_tokens = config.max_model_len
     return ModelFacts(
         name=config.served_model_name or Path(config.model).stem,
         path=str(checkpoint.path),
         fingerprint=fingerprint,
         vocab_size=executor.config.vocab_size,
-        context_tokens=context_tokens,
+        context_tokens=_context_tokens(config, checkpoint),
         prefix_granularity=executor.plan.prefix_granularity,
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
-        capacity_tokens=executor.plan.token_capacity,
+        capacity_tokens=executor.token_capacity,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )
+
+
+def _context_tokens(config: ComputeNodeConfig, checkpoint: Checkpoint) -> int:
+    """Prompt and completion together. Raises BadConfig when more is asked for than the model has."""
+    context_tokens = checkpoint.config.max_position_tokens
+    if config.max_model_len is None:
+        return context_tokens
+    if config.max_model_len > context_tokens:
+        raise BadConfig(f"max_model_len={config.max_model_len} is above the model's context of {context_tokens} tokens")
+    return config.max_model_len

@@ -72,6 +72,6 @@ def _facts(checkpoint: Checkpoint, executor: ModelExecutor) -> ModelFacts:
         prefix_granularity=executor.plan.prefix_granularity,
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
-        capacity_tokens=executor.plan.token_capacity,
+        capacity_tokens=executor.token_capacity,
         num_threads=1,
     )

@@ -37,13 +37,14 @@ def test_each_layer_is_one_producer_step() -> None:
 def test_the_arena_uses_the_budget_and_never_exceeds_it() -> None:
     plan = RECIPE.setup().plan
     assert plan.num_arena_bytes <= RECIPE.memory_bytes < plan.layout.num_arena_bytes(plan.num_lcm_blocks + 1)
-    assert RECIPE.setup().token_capacity == plan.token_capacity == plan.num_lcm_blocks * 16
+    assert RECIPE.setup().token_capacity == plan.num_lcm_blocks * 16
 
 
 def test_a_finer_block_gives_the_same_tokens_in_more_blocks() -> None:
-    plan = replace(RECIPE, block_granularity=4).setup().plan
+    setup = replace(RECIPE, block_granularity=4).setup()
+    plan = setup.plan
     assert plan.groups[0].block_granularity == 4
-    assert plan.token_capacity % 16 == 0
+    assert setup.token_capacity % 16 == 0
     assert plan.num_lcm_blocks > RECIPE.setup().plan.num_lcm_blocks
 
 
@@ -54,10 +55,10 @@ def test_the_smallest_useful_budget_is_accepted_and_one_byte_less_is_refused_nam
     recipe = replace(RECIPE, block_granularity=block_granularity)
     blocks_per_grain = 16 // block_granularity
     needed = recipe.setup().plan.layout.num_arena_bytes(blocks_per_grain)
-    exact = replace(recipe, memory_bytes=needed).setup().plan
+    exact = replace(recipe, memory_bytes=needed).setup()
     assert exact.token_capacity >= 16
     too_small = needed - 1
-    if exact.layout.num_lcm_blocks_within(too_small) >= blocks_per_grain:
+    if exact.plan.layout.num_lcm_blocks_within(too_small) >= blocks_per_grain:
         pytest.fail("the bound is not tight")
     with pytest.raises(CacheConfigError, match=f"memory_bytes {too_small} is too small.* need {needed} bytes"):
         replace(recipe, memory_bytes=too_small).setup()
