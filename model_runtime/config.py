@@ -134,6 +134,13 @@ class ModelConfig:
             )
 
 
+def every_nth_layer_full(num_layers: int, period: int) -> tuple[bool, ...]:
+    """Which layers slide when the last of every `period` sees everything. Raises ValueError for a period below 1."""
+    if period < 1:
+        raise ValueError(f"sliding_window_pattern must be at least 1, got {period}")
+    return tuple((layer + 1) % period != 0 for layer in range(num_layers))
+
+
 def _require_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be positive and finite, got {value}")

@@ -10,15 +10,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from model_runtime.config import Llama3RopeScaling, ModelConfig, RopeFrequencyDivisors, RopeScaling, SlidingLayers
+from model_runtime.config import (
+    Llama3RopeScaling,
+    ModelConfig,
+    RopeFrequencyDivisors,
+    RopeScaling,
+    SlidingLayers,
+    every_nth_layer_full,
+)
 from model_runtime.errors import CheckpointError
 from model_runtime.hf_keys import JsonKeys, eos_token_ids, read_json_object
 
 _DEFAULT_ROPE_THETA = 10000.0
 _GEMMA3_ROPE_THETA = 1_000_000.0
 _GEMMA3_SLIDING_ROPE_THETA = 10000.0
-GEMMA3_LAYERS_PER_FULL = 6
-"""Every so-manyth layer of a Gemma 3 sees everything, where its file does not say which ones do."""
+_GEMMA3_LAYERS_PER_FULL = 6  # where a file does not say which layers see everything
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
@@ -113,20 +119,13 @@ def _read_gemma3(directory: Path, keys: JsonKeys) -> ModelConfig:
 def _sliding_layers(keys: JsonKeys, num_layers: int) -> tuple[bool, ...]:
     labels = keys.strings("layer_types")
     if labels is None:
-        period = keys.integer("sliding_window_pattern", GEMMA3_LAYERS_PER_FULL)
+        period = keys.integer("sliding_window_pattern", _GEMMA3_LAYERS_PER_FULL)
         return every_nth_layer_full(num_layers, period)
     known = ("full_attention", "sliding_attention")
     for label in labels:
         if label not in known:
             raise CheckpointError(f'{keys.path}: key "layer_types" names "{label}", supported are {", ".join(known)}')
     return tuple(label == "sliding_attention" for label in labels)
-
-
-def every_nth_layer_full(num_layers: int, period: int) -> tuple[bool, ...]:
-    """Which layers slide when the last of every `period` sees everything. Raises ValueError for a period below 1."""
-    if period < 1:
-        raise ValueError(f"sliding_window_pattern must be at least 1, got {period}")
-    return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
 def _sliding_rope_theta(keys: JsonKeys, rope: JsonKeys | None) -> float:

@@ -141,7 +141,7 @@ class NodeConfig(BaseModel):
 class ComputeNodeConfig(NodeConfig):
     """What every node that runs the model needs: prefill, decode and fused."""
 
-    model: str = Field(min_length=1, description="GGUF file, safetensors directory, or the alias smollm2.")
+    model: str = Field(min_length=1, description="GGUF file, safetensors directory, or an alias: smollm2, gemma3.")
     served_model_name: str = Field(
         default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
     )

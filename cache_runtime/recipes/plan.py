@@ -172,8 +172,7 @@ class CacheLayout:
         """Parents that hold a single prefix grain in every group."""
         grain = self.prefix_granularity
         return sum(
-            math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block)
-            for group in self.groups
+            math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block) for group in self.groups
         )
 
     def token_capacity(self, num_lcm_blocks: int) -> int:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from cache_runtime.errors import CacheError
-from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
+from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from cache_runtime.transfer import create_engine
 from cache_runtime.transfer.engine import DataPlaneError, TransferEngine
 from cache_runtime.transfer.schema import ManifestError, build_manifest
@@ -18,6 +18,7 @@ from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
 from node_runtime.config import ComputeNodeConfig
+from node_runtime.engine.cache_plan import scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.errors import BadConfig
 from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
@@ -35,6 +36,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
     checkpoint = open_checkpoint(config.model)
     # Before the weights: a machine that lacks what the data plane needs is told so at once.
     engine = None if role is Role.FUSED else _open_data_plane(config)
+    limits = scheduler_limits(config, role, checkpoint)
     executor = ModelExecutor(
         checkpoint,
         dtype=config.dtype,
@@ -42,13 +44,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         prefix_granularity=config.prefix_granularity,
         kernel_page_size=config.kernel_page_size,
         num_threads=config.num_threads,
-        scheduler_limits=SchedulerLimits(
-            role=role,
-            max_batch_size=config.max_batch_size,
-            token_budget=config.token_budget,
-            context_tokens=_context_tokens(config, checkpoint),
-            enable_prefix_cache=config.enable_prefix_cache,
-        ),
+        scheduler_limits=limits,
     )
     contract = executor.arena.contract
     scheduler_config = SchedulerConfig(
@@ -68,7 +64,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         executor=executor,
         scheduler=Scheduler(scheduler_config),
         group_ids=tuple(contract.group_ids),
-        facts=_facts(config, checkpoint, executor, fingerprint),
+        facts=_facts(config, checkpoint, executor, fingerprint, limits.context_tokens),
         data_plane=None if engine is None else _data_plane(config, engine, executor, fingerprint),
     )
 
@@ -99,26 +95,18 @@ def _data_plane(
     return DataPlane(engine=engine, manifest=manifest)
 
 
-def _facts(config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str) -> ModelFacts:
+def _facts(
+    config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str, context_tokens: int
+) -> ModelFacts:
     return ModelFacts(
         name=config.served_model_name or Path(config.model).stem,
         path=str(checkpoint.path),
         fingerprint=fingerprint,
         vocab_size=executor.config.vocab_size,
-        context_tokens=_context_tokens(config, checkpoint),
+        context_tokens=context_tokens,
         prefix_granularity=executor.plan.prefix_granularity,
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
         capacity_tokens=executor.token_capacity,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )
-
-
-def _context_tokens(config: ComputeNodeConfig, checkpoint: Checkpoint) -> int:
-    """Prompt and completion together. Raises BadConfig when more is asked for than the model has."""
-    context_tokens = checkpoint.config.max_position_tokens
-    if config.max_model_len is None:
-        return context_tokens
-    if config.max_model_len > context_tokens:
-        raise BadConfig(f"max_model_len={config.max_model_len} is above the model's context of {context_tokens} tokens")
-    return config.max_model_len
