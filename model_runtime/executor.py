@@ -45,8 +45,9 @@ class ModelExecutor:
 
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
-    weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises
+    CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any weight or cache
+    memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
     """
 
     def __init__(

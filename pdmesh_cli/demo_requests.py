@@ -1,4 +1,7 @@
-"""The prompts of the demo: a chat, a long prompt, a second one with the same beginning, and a sampled one."""
+"""The prompts of the demo: a short one, a long one, a second one with the same beginning, and a sampled one.
+
+A model that was trained to answer is asked questions; one that continues text is given beginnings.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,14 @@ def _museum_question(question: str) -> tuple[ChatMessage, ...]:
     return (ChatMessage(role="system", content=_HANDBOOK), ChatMessage(role="user", content=question))
 
 
-DEMO_REQUESTS = (
+_SAMPLED = DemoRequest(
+    title="sampled, seed 7",
+    shown="Once upon a time",
+    prompt="Once upon a time",
+    options=GenerateOptions(max_tokens=48, temperature=0.8, top_p=0.95, seed=7),
+)
+
+CHAT_REQUESTS = (
     DemoRequest(
         title="a chat",
         shown="What is gravity? Answer in one sentence.",
@@ -56,10 +66,27 @@ DEMO_REQUESTS = (
         prompt=_museum_question("Are dogs allowed in the museum?"),
         options=GenerateOptions(max_tokens=48),
     ),
+    _SAMPLED,
+)
+
+COMPLETION_REQUESTS = (
     DemoRequest(
-        title="sampled, seed 7",
-        shown="Once upon a time",
-        prompt="Once upon a time",
-        options=GenerateOptions(max_tokens=48, temperature=0.8, top_p=0.95, seed=7),
+        title="a beginning",
+        shown="The capital of France is",
+        prompt="The capital of France is",
+        options=GenerateOptions(max_tokens=32),
     ),
+    DemoRequest(
+        title="a long prompt",
+        shown="(a page about a museum) Question: When does the museum open? Answer:",
+        prompt=f"{_HANDBOOK}\n\nQuestion: When does the museum open?\nAnswer:",
+        options=GenerateOptions(max_tokens=24, stop=("\n",)),
+    ),
+    DemoRequest(
+        title="the same page again",
+        shown="(the same page) Question: How much do students pay? Answer:",
+        prompt=f"{_HANDBOOK}\n\nQuestion: How much do students pay?\nAnswer:",
+        options=GenerateOptions(max_tokens=24, stop=("\n",)),
+    ),
+    _SAMPLED,
 )

@@ -266,6 +266,9 @@ _OF_A_PLAN = frozenset(
 )
 
 
+_PLAN_ROLES_HELP = "Whose cache. One of fused, prefill, decode. Default: fused."
+
+
 def _add_plan() -> None:
     """Adds `plan`: its own parameters, then those fields of a compute node that size its cache."""
 
@@ -294,12 +297,7 @@ def _add_plan() -> None:
 def _plan_parameters(
     *,
     model: Annotated[str, typer.Argument(help=f"GGUF file, safetensors directory, or an alias: {', '.join(ALIASES)}.")],
-    role: Annotated[
-        str,
-        typer.Option(
-            metavar="<name>", help="Whose cache. One of fused, prefill, decode. Default: fused.", show_default=False
-        ),
-    ] = "fused",
+    role: Annotated[str, typer.Option(metavar="<name>", help=_PLAN_ROLES_HELP, show_default=False)] = "fused",
 ) -> None:
     """Show how the cache of a model would be laid out in a given memory, and how much it would hold."""
 

