@@ -43,7 +43,7 @@ async def run_demo(options: UpOptions, console: Console, *, verbose: bool) -> No
     begun_s = time.monotonic()
     model_path = provide_model(options.model, console)
     console.print(f"model      {model_path}", highlight=False, soft_wrap=True)
-    requests = _requests_for(model_path)
+    requests = requests_for(model_path)
     with cancelled_by_signals(), FileLogs(default_log_dir()) as files:
         sink: LogSink = ConsoleLogs(console) if verbose else files
         if not verbose:
@@ -65,8 +65,8 @@ def _print_cache_remark(finished: Sequence[tuple[str, Finish]], console: Console
         console.print(f"{counted(num_cached, 'prompt token')} came from a prefix cache and were not computed again")
 
 
-def _requests_for(model_path: Path) -> Sequence[DemoRequest]:
-    """Raises BadConfig for a file that is no model."""
+def requests_for(model_path: Path) -> Sequence[DemoRequest]:
+    """Questions for a model that takes chats, beginnings for another. Raises BadConfig for a file that is no model."""
     try:
         return CHAT_REQUESTS if has_chat_template(model_path) else COMPLETION_REQUESTS
     except TokenizerError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pdmesh_cli.client_types import ChatMessage, GenerateOptions, Prompt
 
-_HANDBOOK = (
+_PAGE = (
     "You work at the front desk of the Old Harbour Museum and answer the questions of visitors. The museum opens "
     "at ten in the morning and closes at six in the evening; on Thursdays it stays open until nine. It is closed "
     "on Mondays, except on public holidays. Adults pay twelve euros, students pay seven euros, and children under"
@@ -21,9 +21,9 @@ _HANDBOOK = (
     "coffee until half an hour before the museum closes. Large bags must stay in the lockers next to the "
     "entrance; the lockers need a one euro coin, which they give back. Photographs are allowed without flash. "
     "Dogs are not allowed, except guide dogs. The museum can be reached by tram line 7, stop Old Harbour, and "
-    "there is a bicycle stand behind the building. Answer briefly and politely, and only with facts from this "
-    "text."
+    "there is a bicycle stand behind the building."
 )
+_HANDBOOK = f"{_PAGE} Answer briefly and politely, and only with facts from this text."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +78,15 @@ COMPLETION_REQUESTS = (
     ),
     DemoRequest(
         title="a long prompt",
-        shown="(a page about a museum) Question: When does the museum open? Answer:",
-        prompt=f"{_HANDBOOK}\n\nQuestion: When does the museum open?\nAnswer:",
-        options=GenerateOptions(max_tokens=24, stop=("\n",)),
+        shown="(a page about a museum) The museum opens at",
+        prompt=f"{_PAGE}\n\nThe museum opens at",
+        options=GenerateOptions(max_tokens=12),
     ),
     DemoRequest(
         title="the same page again",
-        shown="(the same page) Question: How much do students pay? Answer:",
-        prompt=f"{_HANDBOOK}\n\nQuestion: How much do students pay?\nAnswer:",
-        options=GenerateOptions(max_tokens=24, stop=("\n",)),
+        shown="(the same page) On Thursdays the museum stays open until",
+        prompt=f"{_PAGE} On Thursdays the museum stays open until",
+        options=GenerateOptions(max_tokens=12),
     ),
     _SAMPLED,
 )
