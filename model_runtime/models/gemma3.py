@@ -72,10 +72,10 @@ class Gemma3Attention:
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
         heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
         heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
-        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
-        query = self._turn(self._query_norm, query, angles)  # [T, num_heads, head_dim]
-        key = self._turn(self._key_norm, key, angles)  # [T, num_kv_heads, head_dim]
-        attended = self.cached(query, key, value, context)  # [T, num_heads, head_dim]
+        first_key, first_value = self._num_heads, self._num_heads + self._num_kv_heads
+        query = self._turn(self._query_norm, heads[:, :first_key], angles)  # [T, num_heads, head_dim]
+        key = self._turn(self._key_norm, heads[:, first_key:first_value], angles)  # [T, num_kv_heads, head_dim]
+        attended = self.cached(query, key, heads[:, first_value:], context)  # [T, num_heads, head_dim]
         return self._output(attended.flatten(1))  # [T, hidden]
 
     def _turn(self, norm: RmsNorm, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
