@@ -15,7 +15,7 @@ std::vector<InstructionSet> runnable_instruction_sets() {
   }
 #endif
 #ifdef PDMESH_HAS_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     found.push_back({"avx2", &avx2::attend_tile, avx2::linear_core(), &avx2::rms_norm, &avx2::silu_multiply,
                      &avx2::rotate});
   }
