@@ -28,6 +28,7 @@ from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.layers.attention import AttentionContext
 from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
+from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
 
 class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
@@ -44,8 +45,9 @@ class ModelExecutor:
 
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
-    weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    process. Raises CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or ValueError for settings that
+    cannot work, before any weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the
+    arena.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ModelExecutor:
         memory_bytes: int,
         prefix_granularity: int,
         dtype: str = "float32",
+        weights: WeightChoice = WeightChoice.AUTO,
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class ModelExecutor:
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
         backend = cpu_backend(num_threads)
         budget = CacheBudget(memory_bytes=memory_bytes, prefix_granularity=prefix_granularity, dtype=dtype)
+        source = apply_choice(weights, checkpoint.source, backend.kernels)
         setup = family.cache_recipe(checkpoint.config, budget).setup()
         page_sizes = {
             group.group_id: resolve_kernel_page_size(
@@ -80,7 +84,8 @@ class ModelExecutor:
         self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes)
         with torch.inference_mode():
-            self._model = family.build(checkpoint.config, checkpoint.source, torch_dtype, backend.kernels)
+            self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
+        self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.attention_layers, setup.plan)
 
     @property
@@ -94,6 +99,10 @@ class ModelExecutor:
     @property
     def plan(self) -> CacheMemoryPlan:
         return self._arena.plan
+
+    @property
+    def weights(self) -> WeightFacts:
+        return self._weights
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:

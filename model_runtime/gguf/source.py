@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from model_runtime.config import ModelConfig, RopeFrequencyDivisors
 from model_runtime.errors import CheckpointError
@@ -22,6 +23,14 @@ from model_runtime.gguf.reader import GgufDirectory, GgufTensor, read_gguf_direc
 from model_runtime.weights import Shape
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM"})
+_PLAIN_KINDS = frozenset(
+    {
+        GGMLQuantizationType.F64,
+        GGMLQuantizationType.F32,
+        GGMLQuantizationType.F16,
+        GGMLQuantizationType.BF16,
+    }
+)
 _DEFAULT_ROPE_THETA = 10000.0
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
@@ -87,12 +96,23 @@ class GgufSource:
         return _STORED_NAMES.get(name, name)
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        rows = _read_tensor(self.path, self._tensors[name])
+        destination.copy_(self._in_canonical_order(name, _read_tensor(self.path, self._tensors[name])))
+
+    def quantization(self, name: str) -> str | None:
+        kind = self._tensors[name].quantization
+        return None if kind in _PLAIN_KINDS else kind.name
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        blocks = torch.from_numpy(_map_bytes(self.path, tensor)).view(tensor.shape[0], -1)
+        return self._in_canonical_order(name, blocks)
+
+    def _in_canonical_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         if name.endswith("self_attn.q_proj.weight"):
-            rows = _uninterleave_rows(rows, self._config.num_heads)
-        elif name.endswith("self_attn.k_proj.weight"):
-            rows = _uninterleave_rows(rows, self._config.num_kv_heads)
-        destination.copy_(rows)
+            return _uninterleave_rows(rows, self._config.num_heads)
+        if name.endswith("self_attn.k_proj.weight"):
+            return _uninterleave_rows(rows, self._config.num_kv_heads)
+        return rows
 
 
 def _uninterleave_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -109,13 +129,14 @@ def _canonical_name(stored: str) -> str:
     return _CANONICAL_NAMES.get(stored, stored)
 
 
-def _read_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
+def _map_bytes(path: Path, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
     # Copy-on-write, because torch refuses read-only memory; nothing writes to it.
-    raw: npt.NDArray[np.uint8] = np.memmap(
-        path, dtype=np.uint8, mode="c", offset=tensor.begin_bytes, shape=(tensor.num_bytes,)
-    )
+    return np.memmap(path, dtype=np.uint8, mode="c", offset=tensor.begin_bytes, shape=(tensor.num_bytes,))
+
+
+def _read_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
     try:
-        return dequantize(raw, tensor.quantization, tensor.shape)
+        return dequantize(_map_bytes(path, tensor), tensor.quantization, tensor.shape)
     except NotImplementedError as error:
         raise CheckpointError(
             f'{path}: tensor "{tensor.name}" has the type {tensor.quantization.name}, which cannot be read'
