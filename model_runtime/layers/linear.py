@@ -20,12 +20,13 @@ class Linear:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, depth] -> float32[rows, columns]."""
-        output = hidden.new_empty((hidden.shape[0], self._num_columns))
-        begin = 0
-        for part in self._parts:
-            end = begin + part.num_columns
-            self._kernels.multiply(hidden, part, output[:, begin:end])
-            begin = end
+        output = torch.empty((hidden.shape[0], self._num_columns))
+        if len(self._parts) == 1:
+            self._kernels.multiply(hidden, self._parts[0], output)
+            return output
+        columns = output.split([part.num_columns for part in self._parts], dim=1)
+        for part, part_output in zip(self._parts, columns, strict=True):
+            self._kernels.multiply(hidden, part, part_output)
         return output
 
 

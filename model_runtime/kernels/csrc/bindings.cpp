@@ -1,6 +1,5 @@
 // Python face of the native kernels: checks shapes, releases the interpreter lock, forwards.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -14,6 +13,7 @@
 #include "instruction_set.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "tensor_view.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,17 +21,17 @@ using namespace nb::literals;
 namespace pdmesh::kernels {
 namespace {
 
-using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
-using MutableHeads = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
-using Pages = nb::ndarray<const float, nb::ndim<4>, nb::device::cpu>;
-using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using MutableMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
-using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using BlockRows = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu>;
-using RowIds = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RowInts = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Heads = TensorView<const float, 3>;
+using MutableHeads = TensorView<float, 3>;
+using Pages = TensorView<const float, 4>;
+using Table = TensorView<const std::int32_t, 2, true>;
+using Matrix = TensorView<const float, 2>;
+using MutableMatrix = TensorView<float, 2>;
+using Vector = TensorView<const float, 1, true>;
+using Angles = TensorView<const float, 2, true>;
+using BlockRows = TensorView<const std::uint8_t, 2>;
+using RowIds = TensorView<const std::int64_t, 1, true>;
+using RowInts = TensorView<const std::int32_t, 1, true>;
 
 void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(std::string("paged attention: ") + message);
