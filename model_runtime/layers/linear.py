@@ -24,7 +24,7 @@ class Linear:
         if len(self._parts) == 1:
             self._kernels.multiply(hidden, self._parts[0], output)
             return output
-        columns = output.split([part.num_columns for part in self._parts], dim=1)
+        columns = torch.split(output, [part.num_columns for part in self._parts], dim=1)
         for part, part_output in zip(self._parts, columns, strict=True):
             self._kernels.multiply(hidden, part, part_output)
         return output
