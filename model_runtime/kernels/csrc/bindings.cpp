@@ -133,7 +133,7 @@ class CpuKernels {
   CpuKernels(int num_threads, std::string_view instruction_set)
       : set_(choose_instruction_set(instruction_set)),
         pool_(checked_num_threads(num_threads)),
-        attention_(set_.attend_tile, num_threads) {}
+        attention_(set_.attention, num_threads) {}
 
   int num_threads() const { return pool_.num_threads(); }
   std::string instruction_set() const { return set_.name; }
