@@ -29,6 +29,7 @@ from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.layers.attention import AttentionContext, declare_attention
 from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
+from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
 
 class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
@@ -46,8 +47,8 @@ class ModelExecutor:
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
     process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises
-    CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any weight or cache
-    memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or ValueError for settings that cannot work, before
+    any weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ModelExecutor:
         memory_bytes: int,
         prefix_granularity: int,
         dtype: str = "float32",
+        weights: WeightChoice = WeightChoice.AUTO,
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
         scheduler_limits: SchedulerLimits | None = None,
@@ -71,6 +73,7 @@ class ModelExecutor:
             dtype=dtype,
             scheduler_limits=scheduler_limits,
         )
+        source = apply_choice(weights, checkpoint.source, backend.kernels)
         setup = family.cache_recipe(checkpoint.config, budget).setup()
         page_sizes = {
             group.group_id: resolve_kernel_page_size(
@@ -91,7 +94,8 @@ class ModelExecutor:
         self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes)
         with torch.inference_mode():
-            self._model = family.build(checkpoint.config, checkpoint.source, torch_dtype, backend.kernels)
+            self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
+        self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.attention_layers, setup.plan)
 
     @property
@@ -110,6 +114,10 @@ class ModelExecutor:
     def token_capacity(self) -> int:
         """Tokens that the arena holds at most."""
         return self._token_capacity
+
+    @property
+    def weights(self) -> WeightFacts:
+        return self._weights
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:

@@ -69,6 +69,12 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return name
 
+    def quantization(self, name: str) -> str | None:
+        return None
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        raise CheckpointError(f'{self._path}: tensor "{name}" is not quantised')
+
     def read_into(self, name: str, destination: torch.Tensor) -> None:
         file = self._tensors[name].file
         try:

@@ -46,14 +46,16 @@ def read_gguf_config(directory: GgufDirectory) -> ModelConfig:
         raise CheckpointError(f"{directory.path}: {error}") from error
 
 
+def map_gguf_bytes(path: Path, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor as the file holds them."""
+    # Copy-on-write, because torch refuses read-only memory; nothing writes to it.
+    return np.memmap(path, dtype=np.uint8, mode="c", offset=tensor.begin_bytes, shape=(tensor.num_bytes,))
+
+
 def read_gguf_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
     """float32 values of a tensor. Raises CheckpointError for a type that cannot be read."""
-    # Copy-on-write, because torch refuses read-only memory; nothing writes to it.
-    raw: npt.NDArray[np.uint8] = np.memmap(
-        path, dtype=np.uint8, mode="c", offset=tensor.begin_bytes, shape=(tensor.num_bytes,)
-    )
     try:
-        return dequantize(raw, tensor.quantization, tensor.shape)
+        return dequantize(map_gguf_bytes(path, tensor), tensor.quantization, tensor.shape)
     except NotImplementedError as error:
         raise CheckpointError(
             f'{path}: tensor "{tensor.name}" has the type {tensor.quantization.name}, which cannot be read'

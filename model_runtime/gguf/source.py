@@ -14,12 +14,21 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from model_runtime.config import ModelConfig
-from model_runtime.gguf.model_config import ROPE_DIVISORS, read_gguf_config, read_gguf_tensor
+from model_runtime.gguf.model_config import ROPE_DIVISORS, map_gguf_bytes, read_gguf_config, read_gguf_tensor
 from model_runtime.gguf.reader import read_gguf_directory
 from model_runtime.weights import Shape
 
+_PLAIN_KINDS = frozenset(
+    {
+        GGMLQuantizationType.F64,
+        GGMLQuantizationType.F32,
+        GGMLQuantizationType.F16,
+        GGMLQuantizationType.BF16,
+    }
+)
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
 _CANONICAL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -124,14 +133,26 @@ class GgufSource:
         return _STORED_NAMES.get(name, name)
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        values = read_gguf_tensor(self.path, self._tensors[name])
-        if self._dialect.interleaves_rotary and name.endswith("self_attn.q_proj.weight"):
-            values = _uninterleave_rows(values, self._config.num_heads)
-        elif self._dialect.interleaves_rotary and name.endswith("self_attn.k_proj.weight"):
-            values = _uninterleave_rows(values, self._config.num_kv_heads)
-        elif self._dialect.adds_one_to_norms and name.endswith("norm.weight"):
+        values = self._in_canonical_order(name, read_gguf_tensor(self.path, self._tensors[name]))
+        if self._dialect.adds_one_to_norms and name.endswith("norm.weight"):
             values = values - 1.0
         destination.copy_(values)
+
+    def quantization(self, name: str) -> str | None:
+        kind = self._tensors[name].quantization
+        return None if kind in _PLAIN_KINDS else kind.name
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        blocks = torch.from_numpy(map_gguf_bytes(self.path, tensor)).view(tensor.shape[0], -1)
+        return self._in_canonical_order(name, blocks)
+
+    def _in_canonical_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if self._dialect.interleaves_rotary and name.endswith("self_attn.q_proj.weight"):
+            return _uninterleave_rows(rows, self._config.num_heads)
+        if self._dialect.interleaves_rotary and name.endswith("self_attn.k_proj.weight"):
+            return _uninterleave_rows(rows, self._config.num_kv_heads)
+        return rows
 
     def _canonical_name(self, stored: str) -> str:
         match = _STORED_LAYER_TENSOR.fullmatch(stored)

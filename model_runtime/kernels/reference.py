@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch.nn.functional import silu
+
+from model_runtime.gguf.dequantize import dequantize
+from model_runtime.kernels.interface import PackedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainWeight:
+    """A weight as it is: float32[num_columns, depth]."""
+
+    rows: torch.Tensor
+
+    @property
+    def num_columns(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
 
 
 class ReferenceKernels:
-    """`Kernels` that gather each row's keys and values."""
+    """`Kernels` that gather each row's keys and values, and expand blocks once."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
+    def __init__(self) -> None:
+        self._num_packed_bytes = 0
 
-    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
-        output.copy_(input.double() @ weight.double().T)
+    @property
+    def quantizations(self) -> Sequence[str]:
+        return tuple(kind.name for kind in GGMLQuantizationType)
 
-    def gather_rows(self, weight: torch.Tensor, rows: torch.Tensor, output: torch.Tensor) -> None:
-        if not bool(((rows >= 0) & (rows < weight.shape[0])).all()):
+    @property
+    def num_packed_bytes(self) -> int:
+        return self._num_packed_bytes
+
+    def pack(self, weight: torch.Tensor) -> PlainWeight:
+        self._num_packed_bytes += weight.nbytes
+        return PlainWeight(rows=weight.clone())
+
+    def pack_blocks(self, blocks: torch.Tensor, quantization: str) -> PlainWeight:
+        kind = GGMLQuantizationType[quantization]
+        weights_per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        depth = blocks.shape[1] // block_bytes * weights_per_block
+        return self.pack(dequantize(blocks.contiguous().flatten().numpy(), kind, (blocks.shape[0], depth)))
+
+    def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
+        output.copy_(input.double() @ _plain_rows(weight).double().T)
+
+    def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
+        if not bool(((rows >= 0) & (rows < weight.num_columns)).all()):
             raise ValueError("linear: row ids must name rows of the weight")
-        output.copy_(weight[rows])
+        output.copy_(_plain_rows(weight)[rows])
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         mean_square = input.double().square().mean(-1, keepdim=True)
@@ -60,6 +104,12 @@ class ReferenceKernels:
                 scale,
                 window_left_tokens,
             )
+
+
+def _plain_rows(weight: PackedWeight) -> torch.Tensor:
+    if not isinstance(weight, PlainWeight):
+        raise ValueError("linear: weight must be packed by these kernels")
+    return weight.rows
 
 
 def _attend_row(

@@ -125,11 +125,12 @@ class Gemma3Model:
         self._full_rotary = RotaryTable(rotary_frequencies(config))
         sliding_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
         self._sliding_rotary = RotaryTable(base_frequencies(sliding_theta, config.head_dim))
-        self._embedding = builder.linear("model.embed_tokens.weight")  # [vocab, hidden]
+        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
         self._embedding_scale = config.hidden_size**0.5
         self._layers = tuple(Gemma3Layer(layer, builder) for layer in range(config.num_layers))
         self._norm = _norm(builder, "model.norm.weight")  # [hidden]
-        self._head = self._embedding if config.tie_word_embeddings else builder.linear("lm_head.weight")
+        # [vocab, hidden]
+        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
 
     @property
     def attention_layers(self) -> tuple[PagedAttention, ...]:
@@ -138,7 +139,7 @@ class Gemma3Model:
     def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         full, sliding = self._full_rotary.at(batch.positions), self._sliding_rotary.at(batch.positions)
-        hidden = self._embedding.rows(batch.token_ids).mul_(self._embedding_scale)  # [T, hidden]
+        hidden = self._embedding(batch.token_ids).mul_(self._embedding_scale)  # [T, hidden]
         for layer, declaration in zip(self._layers, self.attention_layers, strict=True):
             hidden = layer(hidden, full if declaration.window_left_tokens is None else sliding, context)
         last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]

@@ -17,6 +17,7 @@ from cache_runtime.transfer.schema import ManifestError, build_manifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
+from model_runtime.weight_choice import WeightChoice
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.engine.cache_plan import scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
@@ -40,6 +41,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
     executor = ModelExecutor(
         checkpoint,
         dtype=config.dtype,
+        weights=WeightChoice(config.weights),
         memory_bytes=config.memory,
         prefix_granularity=config.prefix_granularity,
         kernel_page_size=config.kernel_page_size,
@@ -108,5 +110,8 @@ def _facts(
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
         capacity_tokens=executor.token_capacity,
+        weight_formats=executor.weights.formats,
+        weight_bytes=executor.weights.num_bytes,
+        float32_weight_bytes=executor.weights.float32_bytes,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )

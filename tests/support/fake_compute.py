@@ -218,6 +218,9 @@ def fake_core(
         arena_bytes=plan.num_arena_bytes,
         num_lcm_blocks=num_lcm_blocks,
         capacity_tokens=plan.layout.token_capacity(num_lcm_blocks),
+        weight_formats=("float32",),
+        weight_bytes=1024,
+        float32_weight_bytes=1024,
         num_threads=1,
     )
     return ComputeCore(

@@ -18,6 +18,7 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layers.attention import AttentionContext
 from model_runtime.registry import CacheBudget, cpu_backend, find_family
+from model_runtime.weight_choice import WeightChoice, apply_choice
 
 
 class ModelBench:
@@ -31,6 +32,7 @@ class ModelBench:
         block_granularity: int = 8,
         kernel_page_size: int = 4,
         kernels: Kernels | None = None,
+        weights: WeightChoice = WeightChoice.AUTO,
     ) -> None:
         config = checkpoint.config
         family = find_family(config.architecture)
@@ -43,7 +45,8 @@ class ModelBench:
             self.arena.contract, dict.fromkeys(self.arena.contract.group_ids, kernel_page_size)
         )
         self._kernels = cpu_backend(1).kernels if kernels is None else kernels
-        self._model = family.build(config, checkpoint.source, torch.float32, self._kernels)
+        source = apply_choice(weights, checkpoint.source, self._kernels)
+        self._model = family.build(config, source, torch.float32, self._kernels)
         bind_cache_groups(self._model.attention_layers, setup.plan)
         self._ledger = BlockLedger(self.arena.contract)
 

@@ -146,6 +146,43 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut_into_chunks(variant: str,
         assert torch.equal(chunk.solve(_native.CpuKernels(1, variant)), expected[begin:end])
 
 
+# Histories are attended to in parts of 512 positions: rows that end before, at and behind the seams between them.
+LONG = [(511, 1), (512, 1), (513, 1), (1023, 1), (1700, 1), (500, 30), (1000, 40), (0, 3)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 24])
+def test_long_histories_match_the_reference(variant: str, head_dim: int) -> None:
+    problem = make_problem(LONG, head_dim=head_dim)
+    ours = problem.solve(_native.CpuKernels(2, variant))
+    assert float((ours - problem.solve(ReferenceKernels())).abs().max()) < TOLERANCE
+
+
+def test_the_parts_of_a_long_history_are_joined_in_order_whoever_computes_them(variant: str) -> None:
+    problem = make_problem(LONG)
+    expected = problem.solve(_native.CpuKernels(1, variant))
+    for num_threads in (2, 5):
+        kernel = _native.CpuKernels(num_threads, variant)
+        for _ in range(3):
+            assert torch.equal(problem.solve(kernel), expected)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 100, 512])
+def test_a_long_prompt_gets_the_same_bits_however_it_is_cut_into_chunks(variant: str, chunk_tokens: int) -> None:
+    whole = make_problem([(0, 1100)])
+    expected = whole.solve(_native.CpuKernels(2, variant))
+    # Single tokens are shared out by parts, which whole chunks never are: around the seams is enough of them.
+    begins = range(0, 1100, chunk_tokens) if chunk_tokens > 1 else (0, 510, 511, 512, 513, 1023, 1024, 1099)
+    for begin in begins:
+        end = min(begin + chunk_tokens, 1100)
+        chunk = replace(
+            whole,
+            query=whole.query[begin:end],
+            begins=torch.tensor([begin], dtype=torch.int32),
+            lengths=torch.tensor([end - begin], dtype=torch.int32),
+        )
+        assert torch.equal(chunk.solve(_native.CpuKernels(2, variant)), expected[begin:end]), begin
+
+
 def test_heads_are_read_out_of_a_wider_tensor_without_a_copy(variant: str) -> None:
     problem = make_problem([(10, 4)])
     wide = torch.randn(4, NUM_HEADS + 3, 64)
