@@ -73,5 +73,8 @@ def _facts(checkpoint: Checkpoint, executor: ModelExecutor) -> ModelFacts:
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
         capacity_tokens=executor.token_capacity,
+        weight_formats=executor.weights.formats,
+        weight_bytes=executor.weights.num_bytes,
+        float32_weight_bytes=executor.weights.float32_bytes,
         num_threads=1,
     )

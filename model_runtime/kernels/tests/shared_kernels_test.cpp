@@ -116,7 +116,7 @@ std::vector<float> Attended(int num_threads) {
                            .scale = 0.25F};
   call.validate();
   WorkerPool pool(num_threads);
-  PagedAttention attention(&baseline::attend_tile, num_threads);
+  PagedAttention attention(baseline::attention_core(), num_threads);
   attention.attend(call, pool);
   return output;
 }

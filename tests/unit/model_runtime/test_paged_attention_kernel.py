@@ -205,6 +205,35 @@ def test_a_window_hides_older_tokens_and_never_reads_the_pages_of_expired_ones(
     assert float((ours - problem.solve(ReferenceKernels())).abs().max()) < TOLERANCE
 
 
+LONG = [(1500, 1), (1030, 1), (500, 40), (1024, 17), (511, 2), (2000, 1)]
+
+
+@pytest.mark.parametrize("window_left_tokens", [0, 10, 511, 512, 600, 1100])
+def test_a_window_over_a_long_history_skips_what_it_hides_and_has_the_same_bits_for_any_number_of_threads(
+    variant: str, window_left_tokens: int
+) -> None:
+    problem = make_problem(LONG, window_left_tokens=window_left_tokens)
+    ours = problem.solve(_native.CpuKernels(1, variant))
+    assert float((ours - problem.solve(ReferenceKernels())).abs().max()) < TOLERANCE
+    assert torch.equal(ours, problem.solve(_native.CpuKernels(3, variant)))
+
+
+@pytest.mark.parametrize("window_left_tokens", [10, 511, 700])
+def test_a_token_of_a_long_windowed_prompt_has_the_bits_that_it_has_when_it_is_decoded(
+    variant: str, window_left_tokens: int
+) -> None:
+    whole = make_problem([(1000, 60)], window_left_tokens=window_left_tokens)
+    expected = whole.solve(_native.CpuKernels(2, variant))
+    for token in range(0, 60, 7):
+        alone = replace(
+            whole,
+            query=whole.query[token : token + 1],
+            begins=torch.tensor([1000 + token], dtype=torch.int32),
+            lengths=torch.tensor([1], dtype=torch.int32),
+        )
+        assert torch.equal(alone.solve(_native.CpuKernels(2, variant)), expected[token : token + 1])
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 6), (5, 1, 24), (4, 1, 256)])
 def test_head_shapes_match_the_reference_under_a_window(
     variant: str, num_heads: int, num_kv_heads: int, head_dim: int
