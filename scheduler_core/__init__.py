@@ -24,6 +24,8 @@ from scheduler_core._core import (
     GrantedEvent,
     HandedOverEvent,
     Handover,
+    LoadDoneEvent,
+    LoadOperation,
     Plan,
     PrefixCleared,
     PrefixRemoved,
@@ -39,6 +41,9 @@ from scheduler_core._core import (
     Role,
     Scheduler,
     SchedulerConfig,
+    StorageKey,
+    StoreDoneEvent,
+    StoreOperation,
     SubmitError,
     hash_grains,
 )
@@ -55,6 +60,8 @@ Event: TypeAlias = (
     | QuiescedEvent
     | ReserveEvent
     | RetractEvent
+    | StoreDoneEvent
+    | LoadDoneEvent
 )
 
 PrefixEvent: TypeAlias = PrefixStored | PrefixRemoved | PrefixCleared
@@ -76,6 +83,8 @@ __all__ = [
     "GrantedEvent",
     "HandedOverEvent",
     "Handover",
+    "LoadDoneEvent",
+    "LoadOperation",
     "Plan",
     "PrefixCleared",
     "PrefixEvent",
@@ -92,6 +101,9 @@ __all__ = [
     "Role",
     "Scheduler",
     "SchedulerConfig",
+    "StorageKey",
+    "StoreDoneEvent",
+    "StoreOperation",
     "SubmitError",
     "hash_grains",
 ]

@@ -93,7 +93,7 @@ class CacheGroupConfig:
 class SchedulerConfig:
     """Everything a scheduler is built from."""
 
-    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU, enable_prefix_events: bool = False) -> None: ...
+    def __init__(self, *, role: Role, prefix_granularity: int, num_lcm_blocks: int, max_batch_size: int, token_budget: int, cache_groups: Sequence[CacheGroupConfig], enable_prefix_cache: bool = True, max_ready_ungranted: int = 64, verify_width: int = 1, overlap_depth: int = 0, eviction_policy: EvictionPolicy = EvictionPolicy.LRU, enable_prefix_events: bool = False, num_host_lcm_blocks: int = 0, enable_storage: bool = False) -> None: ...
 
     def validate(self) -> None:
         """
@@ -138,6 +138,12 @@ class SchedulerConfig:
 
     @property
     def enable_prefix_events(self) -> bool: ...
+
+    @property
+    def num_host_lcm_blocks(self) -> int: ...
+
+    @property
+    def enable_storage(self) -> bool: ...
 
 class CapacityModel:
     """
@@ -276,6 +282,101 @@ class RetractEvent:
     @property
     def request_id(self) -> str: ...
 
+class StorageKey:
+    """What a block holds, whatever tier it lies on."""
+
+    def __init__(self, *, group: int, digest: bytes, grain_offset: int) -> None: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes: the grain the block lies in"""
+
+    @property
+    def grain_offset(self) -> int:
+        """which of the grain's blocks it is"""
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class StoreOperation:
+    """Blocks to copy from the device to the host."""
+
+    @property
+    def operation_id(self) -> int:
+        """rises, never used again"""
+
+    @property
+    def copies(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None, 3), order='C', writable=False)]:
+        """
+        int32[num_copies, 3]: group, source block id, destination block id; group by group
+        """
+
+    @property
+    def keys(self) -> list[StorageKey]:
+        """per copy: what the blocks hold"""
+
+    @property
+    def is_pinned(self) -> bool:
+        """
+        nobody writes to the sources before StoreDoneEvent; if not, the plan itself may grant them to others and the copies go before everything else
+        """
+
+class LoadOperation:
+    """Blocks to copy from the host to the device."""
+
+    @property
+    def operation_id(self) -> int:
+        """rises, never used again"""
+
+    @property
+    def copies(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None, 3), order='C', writable=False)]:
+        """
+        int32[num_copies, 3]: group, source block id, destination block id; group by group
+        """
+
+    @property
+    def keys(self) -> list[StorageKey]:
+        """per copy: what the blocks hold"""
+
+    @property
+    def reads_storage(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', writable=False)]:
+        """uint8[num_copies], 1 where the source is read from storage first"""
+
+class StoreDoneEvent:
+    """
+    The copies of a store are done and, with storage, backed up; created are the keys that storage did not have before.
+    """
+
+    def __init__(self, operation_id: int, created: Sequence[StorageKey] = []) -> None: ...
+
+    @property
+    def operation_id(self) -> int: ...
+
+    @property
+    def created(self) -> list[StorageKey]: ...
+
+class LoadDoneEvent:
+    """
+    The copies of a load are done. Without success nothing of it was copied and the rows of its plan were not run: reported before the next plan is asked for and behind the results of earlier plans; missed are the keys that storage did not have.
+    """
+
+    def __init__(self, operation_id: int, success: bool = True, missed: Sequence[StorageKey] = []) -> None: ...
+
+    @property
+    def operation_id(self) -> int: ...
+
+    @property
+    def success(self) -> bool: ...
+
+    @property
+    def missed(self) -> list[StorageKey]: ...
+
 class RemotePrefill:
     """Decode role: a grant to send; a peer fills these blocks."""
 
@@ -322,7 +423,7 @@ class Admission:
 
 class Plan:
     """
-    What to carry out next, in this order: zero blocks, send remote prefills and handovers, run the rows. Arrays are read-only views that keep the plan alive.
+    What to carry out next, in this order: stores that are not pinned, zero blocks, loads, send remote prefills and handovers, run the rows; pinned stores beside all of it. Arrays are read-only views that keep the plan alive.
     """
 
     @property
@@ -401,6 +502,14 @@ class Plan:
     @property
     def zero_blocks(self) -> list[Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', writable=False)]]:
         """per group: int32[n], fresh blocks to zero before anything below"""
+
+    @property
+    def stores(self) -> list[StoreOperation]:
+        """those that are not pinned first"""
+
+    @property
+    def loads(self) -> list[LoadOperation]:
+        """at most one"""
 
     @property
     def remote_prefills(self) -> list[RemotePrefill]: ...
@@ -482,7 +591,9 @@ class RequestSpec:
     def local_prefill(self) -> bool: ...
 
 class Capacity:
-    """Gauges. Each parent is in exactly one of the four block counts."""
+    """
+    Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.
+    """
 
     @property
     def total_lcm_blocks(self) -> int: ...
@@ -508,6 +619,19 @@ class Capacity:
     @property
     def num_live_requests(self) -> int: ...
 
+    @property
+    def total_host_lcm_blocks(self) -> int: ...
+
+    @property
+    def empty_host_lcm_blocks(self) -> int: ...
+
+    @property
+    def active_host_lcm_blocks(self) -> int:
+        """a transfer reads or writes there"""
+
+    @property
+    def cached_host_lcm_blocks(self) -> int: ...
+
 @overload
 def hash_grains(tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], prefix_granularity: int, extra_keys: Sequence[bytes] = []) -> list[bytes]:
     """
@@ -528,7 +652,7 @@ class Scheduler:
         Raises SubmitError naming the request and the limit; then none of the batch is accepted.
         """
 
-    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | ReserveEvent | RetractEvent]) -> None:
+    def advance(self, events: Sequence[ResultEvent | FinishEvent | AbortEvent | ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | ReserveEvent | RetractEvent | StoreDoneEvent | LoadDoneEvent]) -> None:
         """
         Applies events in order; those of requests that are not live change nothing. Raises ContractError when one breaks the agreement; then none of the batch is applied.
         """
@@ -548,12 +672,33 @@ class Scheduler:
         Bound of one request: prompt + completion; prompt + verify_width on the prefill role.
         """
 
-    def can_clear(self) -> bool: ...
+    def can_clear(self) -> bool:
+        """
+        Whether a clear would succeed: no request lives and no transfer is under way.
+        """
+
+    def clear_device_cache(self) -> bool:
+        """
+        Empties the prefix cache of the device; what the host has can be hit as before. False, with nothing changed, if can_clear is.
+        """
 
     def clear_cache(self) -> bool:
         """
-        Empties the prefix cache. False, with nothing changed, while a request lives.
+        Empties the prefix cache on both tiers and forgets what storage has. False, with nothing changed, if can_clear is.
         """
+
+    def storage_queries(self) -> list[StorageKey]:
+        """
+        With storage: what it may be asked for before the next plan, of one prompt its front first. The answer promises nothing.
+        """
+
+    def register_storage_keys(self, keys: Sequence[StorageKey]) -> None:
+        """
+        Storage has these keys, of one prompt its front first. Raises ContractError for a key that no block can have.
+        """
+
+    def unregister_storage_keys(self, keys: Sequence[StorageKey]) -> None:
+        """Storage does not have them. Raises ContractError likewise."""
 
     def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:
         """

@@ -69,7 +69,8 @@ void BindSchedulerConfig(nb::module_& module) {
              std::int32_t max_batch_size, std::int32_t token_budget,
              std::vector<CacheGroupConfig> cache_groups, bool enable_prefix_cache,
              std::int32_t max_ready_ungranted, std::int32_t verify_width, std::int32_t overlap_depth,
-             EvictionPolicy eviction_policy, bool enable_prefix_events) {
+             EvictionPolicy eviction_policy, bool enable_prefix_events, std::int32_t num_host_lcm_blocks,
+             bool enable_storage) {
             new (self) SchedulerConfig{.role = role,
                                        .prefix_granularity = prefix_granularity,
                                        .num_lcm_blocks = num_lcm_blocks,
@@ -81,12 +82,14 @@ void BindSchedulerConfig(nb::module_& module) {
                                        .verify_width = verify_width,
                                        .overlap_depth = overlap_depth,
                                        .eviction_policy = eviction_policy,
-                                       .enable_prefix_events = enable_prefix_events};
+                                       .enable_prefix_events = enable_prefix_events,
+                                       .num_host_lcm_blocks = num_host_lcm_blocks,
+                                       .enable_storage = enable_storage};
           },
           nb::kw_only(), "role"_a, "prefix_granularity"_a, "num_lcm_blocks"_a, "max_batch_size"_a,
           "token_budget"_a, "cache_groups"_a, "enable_prefix_cache"_a = true, "max_ready_ungranted"_a = 64,
           "verify_width"_a = 1, "overlap_depth"_a = 0, "eviction_policy"_a = EvictionPolicy::kLru,
-          "enable_prefix_events"_a = false)
+          "enable_prefix_events"_a = false, "num_host_lcm_blocks"_a = 0, "enable_storage"_a = false)
       .def("validate", &SchedulerConfig::Validate,
            "Raises ConfigError naming the field, its value and the limit, and the group if there is one.")
       .def("validate_sizing", &SchedulerConfig::ValidateSizing,
@@ -102,7 +105,9 @@ void BindSchedulerConfig(nb::module_& module) {
       .def_ro("verify_width", &SchedulerConfig::verify_width)
       .def_ro("overlap_depth", &SchedulerConfig::overlap_depth)
       .def_ro("eviction_policy", &SchedulerConfig::eviction_policy)
-      .def_ro("enable_prefix_events", &SchedulerConfig::enable_prefix_events);
+      .def_ro("enable_prefix_events", &SchedulerConfig::enable_prefix_events)
+      .def_ro("num_host_lcm_blocks", &SchedulerConfig::num_host_lcm_blocks)
+      .def_ro("enable_storage", &SchedulerConfig::enable_storage);
 }
 
 }  // namespace

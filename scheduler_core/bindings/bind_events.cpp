@@ -23,9 +23,14 @@ void BindPlainEvent(nb::module_& module, const char* name, const char* doc) {
 }
 
 template <typename Event, typename... Others>
-EventView ViewAsOneOf(nb::handle event) {
+AnyEventView ViewAsOneOf(nb::handle event) {
   if (nb::isinstance<Event>(event)) {
-    return &ValueOf<Event>(event);
+    const Event* view = &ValueOf<Event>(event);
+    if constexpr (std::is_constructible_v<EventView, const Event*>) {
+      return EventView(view);
+    } else {
+      return TransferEventView(view);
+    }
   }
   if constexpr (sizeof...(Others) > 0) {
     return ViewAsOneOf<Others...>(event);
@@ -36,9 +41,10 @@ EventView ViewAsOneOf(nb::handle event) {
 
 }  // namespace
 
-EventView EventViewOf(nb::handle event) {
+AnyEventView EventViewOf(nb::handle event) {
   return ViewAsOneOf<ResultEvent, FinishEvent, AbortEvent, ReadyEvent, GrantedEvent, DoneEvent,
-                     HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent, RetractEvent>(event);
+                     HandedOverEvent, FailedEvent, QuiescedEvent, ReserveEvent, RetractEvent, StoreDoneEvent,
+                     LoadDoneEvent>(event);
 }
 
 void BindEvents(nb::module_& module) {

@@ -73,8 +73,9 @@ void BindPlan(nb::module_& module) {
   BindParts(module);
   nb::class_<Plan>(
       module, "Plan",
-      "What to carry out next, in this order: zero blocks, send remote prefills and handovers, run the "
-      "rows. Arrays are read-only views that keep the plan alive.")
+      "What to carry out next, in this order: stores that are not pinned, zero blocks, loads, send remote "
+      "prefills and handovers, run the rows; pinned stores beside all of it. Arrays are read-only views that "
+      "keep the plan alive.")
       .def_ro("num_rows", &Plan::num_rows, "prefill rows, then decode rows")
       .def_ro("num_prefill_rows", &Plan::num_prefill_rows)
       .def_ro("request_ids", &Plan::request_ids, "per row")
@@ -118,6 +119,8 @@ void BindPlan(nb::module_& module) {
       .def_prop_ro(
           "zero_blocks", [](PlanHandle self) { return Int32Arrays(ViewsOf(Of(self).zero_blocks, self)); },
           "per group: int32[n], fresh blocks to zero before anything below")
+      .def_prop_ro("stores", &ElementsOf<&Plan::stores>, "those that are not pinned first")
+      .def_prop_ro("loads", &ElementsOf<&Plan::loads>, "at most one")
       .def_prop_ro("remote_prefills", &ElementsOf<&Plan::remote_prefills>)
       .def_prop_ro("handovers", &ElementsOf<&Plan::handovers>)
       .def_prop_ro("admissions", &ElementsOf<&Plan::admissions>)

@@ -63,7 +63,9 @@ void BindSpec(nb::module_& module) {
 }
 
 void BindCapacity(nb::module_& module) {
-  nb::class_<Capacity>(module, "Capacity", "Gauges. Each parent is in exactly one of the four block counts.")
+  nb::class_<Capacity>(
+      module, "Capacity",
+      "Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.")
       .def_ro("total_lcm_blocks", &Capacity::total_lcm_blocks)
       .def_ro("empty_lcm_blocks", &Capacity::empty_lcm_blocks)
       .def_ro("active_lcm_blocks", &Capacity::active_lcm_blocks)
@@ -71,12 +73,21 @@ void BindCapacity(nb::module_& module) {
       .def_ro("quarantined_lcm_blocks", &Capacity::quarantined_lcm_blocks)
       .def_ro("num_waiting", &Capacity::num_waiting)
       .def_ro("num_running", &Capacity::num_running)
-      .def_ro("num_live_requests", &Capacity::num_live_requests);
+      .def_ro("num_live_requests", &Capacity::num_live_requests)
+      .def_prop_ro("total_host_lcm_blocks",
+                   [](const Capacity& gauges) { return gauges.host.total_lcm_blocks; })
+      .def_prop_ro("empty_host_lcm_blocks",
+                   [](const Capacity& gauges) { return gauges.host.empty_lcm_blocks; })
+      .def_prop_ro(
+          "active_host_lcm_blocks", [](const Capacity& gauges) { return gauges.host.active_lcm_blocks; },
+          "a transfer reads or writes there")
+      .def_prop_ro("cached_host_lcm_blocks",
+                   [](const Capacity& gauges) { return gauges.host.cached_lcm_blocks; });
 }
 
 void Advance(Scheduler& scheduler, nb::sequence events) {
   const nb::list held(events);
-  std::vector<EventView> views;
+  std::vector<AnyEventView> views;
   views.reserve(held.size());
   for (const nb::handle event : held) {
     views.push_back(EventViewOf(event));
@@ -124,7 +135,7 @@ void BindScheduler(nb::module_& module) {
            nb::sig(
                "def advance(self, events: collections.abc.Sequence[ResultEvent | FinishEvent | AbortEvent | "
                "ReadyEvent | GrantedEvent | DoneEvent | HandedOverEvent | FailedEvent | QuiescedEvent | "
-               "ReserveEvent | RetractEvent]) -> None"),
+               "ReserveEvent | RetractEvent | StoreDoneEvent | LoadDoneEvent]) -> None"),
            "Applies events in order; those of requests that are not live change nothing. Raises "
            "ContractError when one "
            "breaks the agreement; then none of the batch is applied.")
@@ -145,9 +156,32 @@ void BindScheduler(nb::module_& module) {
       .def("capacity", &Scheduler::capacity)
       .def_prop_ro("max_request_tokens", &Scheduler::max_request_tokens,
                    "Bound of one request: prompt + completion; prompt + verify_width on the prefill role.")
-      .def("can_clear", &Scheduler::CanClear)
-      .def("clear_cache", &Scheduler::ClearCache,
-           "Empties the prefix cache. False, with nothing changed, while a request lives.")
+      .def("can_clear", &Scheduler::CanClear,
+           "Whether a clear would succeed: no request lives and no transfer is under way.")
+      .def("clear_device_cache", &Scheduler::ClearDeviceCache,
+           "Empties the prefix cache of the device; what the host has can be hit as before. False, with "
+           "nothing changed, if can_clear is.")
+      .def(
+          "clear_cache", &Scheduler::ClearCache,
+          "Empties the prefix cache on both tiers and forgets what storage has. False, with nothing changed, "
+          "if can_clear is.")
+      .def("storage_queries", &Scheduler::StorageQueries,
+           "With storage: what it may be asked for before the next plan, of one prompt its front first. The "
+           "answer promises nothing.")
+      .def(
+          "register_storage_keys",
+          [](Scheduler& scheduler, const std::vector<CacheKey>& keys) {
+            scheduler.RegisterStorageKeys(keys);
+          },
+          "keys"_a,
+          "Storage has these keys, of one prompt its front first. Raises ContractError for a key that no "
+          "block can have.")
+      .def(
+          "unregister_storage_keys",
+          [](Scheduler& scheduler, const std::vector<CacheKey>& keys) {
+            scheduler.UnregisterStorageKeys(keys);
+          },
+          "keys"_a, "Storage does not have them. Raises ContractError likewise.")
       .def(
           "drain_prefix_events",
           [](Scheduler& scheduler) {

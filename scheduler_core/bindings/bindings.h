@@ -39,7 +39,7 @@ inline nb::list ViewsOf(const std::vector<std::vector<std::int32_t>>& groups, nb
 }
 
 // Throws nanobind's TypeError when the object is no event.
-EventView EventViewOf(nb::handle event);
+AnyEventView EventViewOf(nb::handle event);
 
 // The event as an object of its own class.
 nb::object ObjectOf(PrefixEvent&& event);
@@ -50,5 +50,6 @@ void BindEvents(nb::module_& module);
 void BindPlan(nb::module_& module);
 void BindPrefixEvents(nb::module_& module);
 void BindScheduler(nb::module_& module);
+void BindTiers(nb::module_& module);
 
 }  // namespace pdmesh::bindings

@@ -15,6 +15,7 @@ NB_MODULE(_core, module) {
   pdmesh::bindings::BindConfig(module);
   pdmesh::bindings::BindCapacityModel(module);
   pdmesh::bindings::BindEvents(module);
+  pdmesh::bindings::BindTiers(module);
   pdmesh::bindings::BindPlan(module);
   pdmesh::bindings::BindPrefixEvents(module);
   pdmesh::bindings::BindScheduler(module);

@@ -313,15 +313,15 @@ TEST(CacheCoordinator, AStepThatCannotBeSecuredChangesNothing) {
   coordinator.AdmitFirst(other, PrefixProbe{.hits = {{}}},
                          Everywhere(coordinator, {.extent_tokens = 4, .reserve_tokens = 0}));
   std::vector<std::vector<std::int32_t>> fresh_ids(1);
-  EXPECT_TRUE(coordinator.Secure(tables, 4, fresh_ids));  // the room is there
-  EXPECT_FALSE(coordinator.Secure(tables, 5, fresh_ids));
+  EXPECT_TRUE(coordinator.Secure(tables, 0, 4, fresh_ids));  // the room is there
+  EXPECT_FALSE(coordinator.Secure(tables, 0, 5, fresh_ids));
   EXPECT_EQ(tables[0].num_slots(), 2);
   EXPECT_TRUE(fresh_ids[0].empty());
   const std::vector<BlockTable>* holders[] = {&other};
   EXPECT_TRUE(coordinator.CouldSecure(tables, 5, coordinator.CountReleasable(holders)));
   EXPECT_FALSE(coordinator.CouldSecure(tables, 9, coordinator.CountReleasable(holders)));
   other.clear();
-  EXPECT_TRUE(coordinator.Secure(tables, 5, fresh_ids));
+  EXPECT_TRUE(coordinator.Secure(tables, 0, 5, fresh_ids));
   EXPECT_EQ(fresh_ids[0], (std::vector<std::int32_t>{3}));
 }
 

@@ -40,6 +40,7 @@ class Player:
     owed_plans: list[sc.Plan] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)  # landed tokens, by request
     limits: dict[str, int | None] = field(default_factory=dict)
+    keys: dict[sc.StorageKey, str] = field(default_factory=dict)  # their names, in the order they came up
 
     def play(self, lines: list[str]) -> str:
         answers = [self._answer(line) for line in lines]
@@ -56,6 +57,13 @@ class Player:
             "events": self._events,
             "describe": lambda _: self._core().describe().rstrip("\n"),
             "clear": lambda _: f"cleared={self._core().clear_cache()}",
+            "clear_device": lambda _: f"cleared={self._core().clear_device_cache()}",
+            "ask_storage": self._ask_storage,
+            "storage_has": lambda words: self._say_of_storage(self._core().register_storage_keys, words),
+            "storage_lacks": lambda words: self._say_of_storage(self._core().unregister_storage_keys, words),
+            "stored": self._stored,
+            "loaded": self._loaded,
+            "lost": self._lost,
         }
         try:
             return commands[verb](words)
@@ -72,13 +80,16 @@ class Player:
         role = sc.Role[fields.pop("role").upper()]
         policy = sc.EvictionPolicy[fields.pop("eviction_policy", "lru").upper()]
         self.group_ids = [name for name, *_ in groups]
+        storage = bool(int(fields.pop("enable_storage", "0")))
         config = sc.SchedulerConfig(
             role=role,
+            enable_storage=storage,
             eviction_policy=policy,
             cache_groups=[_group_of(*group) for group in groups],
             **{name: _value_of(name, value) for name, value in fields.items()},
         )
         self.scheduler = sc.Scheduler(config)
+        self.owed_plans, self.keys = [], {}
         return f"max_request_tokens={self.scheduler.max_request_tokens}"
 
     def _submit(self, words: list[str]) -> str:
@@ -98,7 +109,7 @@ class Player:
     def _plan(self, _: list[str]) -> str:
         plan = self._core().next_plan()
         self.owed_plans += [plan] if plan.num_rows else []
-        return "\n".join(_lines_of(plan, self.group_ids)) or "(empty)"
+        return "\n".join(_lines_of(plan, self.group_ids, self._name_of)) or "(empty)"
 
     def _land(self, words: list[str]) -> str:
         """The results of all rows since the last time, or of the oldest plan alone: token 1000 + position, and up to
@@ -123,6 +134,41 @@ class Player:
     def _events(self, _: list[str]) -> str:
         """What the prefix cache announces."""
         return "\n".join(map(_line_of_prefix, self._core().drain_prefix_events())) or "(none)"
+
+    def _name_of(self, key: sc.StorageKey) -> str:
+        """The group and a number: digests say nothing to a reader."""
+        name = self.keys.get(key)
+        if name is None:
+            group_id = self.group_ids[key.group]
+            name = f"{group_id}#{sum(other.group == key.group for other in self.keys) + 1}"
+            self.keys[key] = name
+        return name
+
+    def _keys_named(self, names: list[str]) -> list[sc.StorageKey]:
+        by_name = {name: key for key, name in self.keys.items()}
+        return [by_name[name] for name in names]
+
+    def _ask_storage(self, _: list[str]) -> str:
+        return " ".join(self._name_of(key) for key in self._core().storage_queries()) or "(nothing)"
+
+    def _say_of_storage(self, say: Callable[[list[sc.StorageKey]], None], words: list[str]) -> str:
+        say(self._keys_named(words))
+        return ""
+
+    def _stored(self, words: list[str]) -> str:
+        """A store is done; storage had not these keys before."""
+        self._core().advance([sc.StoreDoneEvent(int(words[0]), self._keys_named(words[1:]))])
+        return ""
+
+    def _loaded(self, words: list[str]) -> str:
+        self._core().advance([sc.LoadDoneEvent(int(words[0]))])
+        return ""
+
+    def _lost(self, words: list[str]) -> str:
+        """A load failed, storage has not these keys; the rows of its plan did not run."""
+        self.owed_plans.pop()
+        self._core().advance([sc.LoadDoneEvent(int(words[0]), False, self._keys_named(words[1:]))])
+        return ""
 
     def _event(self, words: list[str]) -> str:
         name, request_id, *tokens = words
@@ -165,17 +211,32 @@ def _ids_of(values: list[int]) -> str:
     return " ".join("-" if value == 0 else str(value) for value in values if value >= 0)
 
 
-def _lines_of(plan: sc.Plan, group_ids: list[str]) -> Iterator[str]:
+def _copies_of(operation: sc.StoreOperation | sc.LoadOperation, name_of: Callable[[sc.StorageKey], str]) -> str:
+    copies = zip(operation.copies.tolist(), operation.keys, strict=True)
+    return " ".join(f"{name_of(key)}:{source}>{destination}" for (_, source, destination), key in copies)
+
+
+def _lines_of(plan: sc.Plan, group_ids: list[str], name_of: Callable[[sc.StorageKey], str]) -> Iterator[str]:
     """A plan in the order in which it is carried out."""
     for request_id in plan.finished:
         yield f"finished {request_id}"
     for request_id in plan.retracted:
         yield f"retract {request_id}"
     for admission in plan.admissions:
-        yield f"admit {admission.request_id} hit={admission.device_hit_tokens}"
+        tiers = (("host", admission.host_hit_tokens), ("storage", admission.storage_hit_tokens))
+        lower = "".join(f" {tier}={num_tokens}" for tier, num_tokens in tiers if num_tokens)
+        yield f"admit {admission.request_id} hit={admission.device_hit_tokens}{lower}"
+    for store in plan.stores:
+        kind = "store" if store.is_pinned else "store ahead"
+        yield f"{kind} {store.operation_id} {_copies_of(store, name_of)}"
     for group_id, block_ids in zip(group_ids, plan.zero_blocks, strict=True):
         if len(block_ids):
             yield f"zero {group_id}: {_ids_of(block_ids.tolist())}"
+    for load in plan.loads:
+        reads = zip(load.keys, load.reads_storage.tolist(), strict=True)
+        read = [name_of(key) for key, reads_storage in reads if reads_storage]
+        behind = f" reading {' '.join(read)}" if read else ""
+        yield f"load {load.operation_id} {_copies_of(load, name_of)}{behind}"
     for grant in plan.remote_prefills:
         parts = zip(group_ids, grant.first_slots, grant.block_ids, strict=True)
         blocks = " ".join(f"{group_id}@{slot}: {_ids_of(ids.tolist())}" for group_id, slot, ids in parts)
@@ -252,4 +313,5 @@ def test_the_core_answers_as_the_transcript_says(path: Path) -> None:
 def test_there_are_transcripts_to_play() -> None:
     roles = {"fused", "prefill_role", "decode_role"}
     topics = {"packing_and_eviction", "sliding_groups", "state_groups", "verify_and_overlap", "prefix_events"}
+    topics |= {"retraction", "host_tier", "storage"}
     assert {path.stem for path in TRANSCRIPTS} >= roles | topics

@@ -1,5 +1,5 @@
-// What the runtime tells the scheduler about requests. Plain values; the transition table gives them their
-// meaning.
+// What the runtime tells the scheduler, about requests and about transfers. Plain values; the transition
+// table gives those of requests their meaning.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include <string>
 #include <variant>
 #include <vector>
+
+#include "cache/prefix/cache_key.h"
 
 namespace pdmesh {
 
@@ -66,6 +68,26 @@ using EventView =
     std::variant<const ResultEvent*, const FinishEvent*, const AbortEvent*, const ReadyEvent*,
                  const GrantedEvent*, const DoneEvent*, const HandedOverEvent*, const FailedEvent*,
                  const QuiescedEvent*, const ReserveEvent*, const RetractEvent*>;
+
+// The copies of a store are done, and with storage its blocks are backed up. `created` are the keys that
+// storage did not have before. Of a store that is not under way it changes nothing.
+struct StoreDoneEvent {
+  std::uint64_t operation_id;
+  std::vector<CacheKey> created;
+};
+// The copies of a load are done. Or it failed: `missed` are the keys that storage turned out not to have,
+// nothing of the load was copied and the rows of its plan were not run. REQUIRES of the caller: a failure is
+// reported before the next plan is asked for and behind the results of earlier plans, and no result of that
+// plan is reported at all. Of a load that is not under way it changes nothing.
+struct LoadDoneEvent {
+  std::uint64_t operation_id;
+  bool success = true;
+  std::vector<CacheKey> missed;
+};
+
+// Transfers belong to no request: they end later than the requests they were for.
+using TransferEventView = std::variant<const StoreDoneEvent*, const LoadDoneEvent*>;
+using AnyEventView = std::variant<EventView, TransferEventView>;
 
 const std::string& RequestIdOf(const EventView& event);
 const char* NameOf(const EventView& event);

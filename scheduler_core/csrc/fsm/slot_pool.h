@@ -44,7 +44,10 @@ class SlotPool {
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
 
-  bool has_free_slot() const { return !returned_.empty() || num_used_ < num_slots_; }
+  bool has_free_slot() const { return num_free_slots() > 0; }
+  std::int32_t num_free_slots() const {
+    return num_slots_ - num_used_ + static_cast<std::int32_t>(returned_.size());
+  }
   // The lowest free slot. REQUIRES: has_free_slot().
   SlotLease Lease();
 

@@ -187,7 +187,8 @@ class Table {
     if (view_.phase == Phase::kRemotePrefilling) {
       return To(Phase::kQuarantined);
     }
-    return To(role_ == Role::kPrefill && !NeverRan(view_.phase) ? Phase::kTransferHeld : Phase::kFinished);
+    const bool holds_blocks = !NeverRan(view_.phase) && view_.phase != Phase::kRetracted;
+    return To(role_ == Role::kPrefill && holds_blocks ? Phase::kTransferHeld : Phase::kFinished);
   }
 
   Role role_;

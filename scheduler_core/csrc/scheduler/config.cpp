@@ -61,13 +61,13 @@ void ValidateGroup(const SchedulerConfig& config, const CacheGroupConfig& group)
   }
 }
 
-void ValidateBlockIds(const SchedulerConfig& config, const CacheGroupConfig& group) {
+void ValidateBlockIds(const CacheGroupConfig& group, const std::string& field, std::int32_t num_lcm_blocks) {
   const std::int64_t num_slots =
-      (std::int64_t{config.num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
+      (std::int64_t{num_lcm_blocks} + 1) * std::int64_t{group.cache_blocks_per_lcm_block};
   if (num_slots > std::numeric_limits<std::int32_t>::max()) {
     Refuse("cache_groups[\"" + group.group_id + "\"].cache_blocks_per_lcm_block " +
-           std::to_string(group.cache_blocks_per_lcm_block) + " with num_lcm_blocks " +
-           std::to_string(config.num_lcm_blocks) + " exceeds int32 block ids");
+           std::to_string(group.cache_blocks_per_lcm_block) + " with " + field + " " +
+           std::to_string(num_lcm_blocks) + " exceeds int32 block ids");
   }
 }
 
@@ -107,6 +107,10 @@ void SchedulerConfig::ValidateSizing() const {
   RequireAtLeast("token_budget", token_budget, 1);
   RequireAtLeast("max_ready_ungranted", max_ready_ungranted, 1);
   RequireAtLeast("verify_width", verify_width, 1);
+  RequireAtLeast("num_host_lcm_blocks", num_host_lcm_blocks, 0);
+  if (enable_storage && num_host_lcm_blocks == 0) {
+    Refuse("enable_storage needs a host tier, num_host_lcm_blocks is 0");
+  }
   if (role == Role::kFused && token_budget < verify_width) {
     Refuse("token_budget " + std::to_string(token_budget) + " must be at least verify_width " +
            std::to_string(verify_width) + ", which every decode row takes of it");
@@ -142,7 +146,8 @@ void SchedulerConfig::Validate() const {
   ValidateSizing();
   RequireAtLeast("num_lcm_blocks", num_lcm_blocks, 1);
   for (const CacheGroupConfig& group : cache_groups) {
-    ValidateBlockIds(*this, group);
+    ValidateBlockIds(group, "num_lcm_blocks", num_lcm_blocks);
+    ValidateBlockIds(group, "num_host_lcm_blocks", num_host_lcm_blocks);
   }
 }
 

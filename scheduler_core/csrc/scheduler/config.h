@@ -39,6 +39,8 @@ struct SchedulerConfig {
   std::int32_t overlap_depth = 0;         // results of a request that may be out when its next row is planned
   EvictionPolicy eviction_policy = EvictionPolicy::kLru;  // needs the prefix cache unless it is LRU
   bool enable_prefix_events = false;                      // announce what is cached; needs the prefix cache
+  std::int32_t num_host_lcm_blocks = 0;                   // usable parents in host memory; 0 for no host tier
+  bool enable_storage = false;                            // storage behind the host tier, which it needs
 
   // Throws ConfigError naming the field, its value and the limit or the other value, and the group if there
   // is one.

@@ -1,10 +1,13 @@
-// Plan: what the runtime carries out next, in this order: zero blocks, send remote prefills and handovers,
-// run the forward batch. Immutable once built; the scheduler keeps nothing of it.
+// Plan: what the runtime carries out next, in this order: stores that are not pinned, zero blocks, loads,
+// send remote prefills and handovers, run the forward batch. Pinned stores may take their time beside all of
+// it. Immutable once built; the scheduler keeps nothing of it.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
+
+#include "cache/prefix/cache_key.h"
 
 namespace pdmesh {
 
@@ -27,6 +30,24 @@ struct AdmissionReport {
   std::int32_t device_hit_tokens;
   std::int32_t host_hit_tokens;
   std::int32_t storage_hit_tokens;
+};
+
+// Blocks to copy between the tiers, group by group, each copy as (group, source, destination) in `copies`.
+// Acknowledged by StoreDoneEvent or LoadDoneEvent, which alone release the blocks.
+struct TransferOperation {
+  std::uint64_t operation_id = 0;    // rises, never used again
+  std::vector<std::int32_t> copies;  // [num_copies, 3], at least one
+  std::vector<CacheKey> keys;        // [num_copies], of the contents
+};
+
+struct StoreOperation : TransferOperation {  // from the device to the host
+  // Nobody writes to the sources before the acknowledgement. If not, the plan itself may grant them to
+  // others: the copies go before everything else.
+  bool is_pinned = true;
+};
+
+struct LoadOperation : TransferOperation {  // from the host to the device
+  std::vector<std::uint8_t> reads_storage;  // [num_copies], 1 where the source is read from storage first
 };
 
 // A row-major int32 rectangle.
@@ -59,7 +80,9 @@ struct Plan {
   // from, -1 at the beginning of a prompt, and leaves its final state in.
   std::vector<std::vector<std::int32_t>> state_input_slots;
   std::vector<std::vector<std::int32_t>> state_output_slots;
+  std::vector<StoreOperation> stores;                  // those that are not pinned first
   std::vector<std::vector<std::int32_t>> zero_blocks;  // by group: fresh blocks, each once
+  std::vector<LoadOperation> loads;                    // at most one
   std::vector<RemotePrefill> remote_prefills;
   std::vector<Handover> handovers;
   std::vector<AdmissionReport> admissions;
@@ -72,7 +95,7 @@ struct Plan {
 
   bool is_empty() const {
     return num_rows == 0 && remote_prefills.empty() && handovers.empty() && admissions.empty() &&
-           retracted.empty() && finished.empty();
+           retracted.empty() && finished.empty() && stores.empty() && loads.empty();
   }
 };
 

@@ -71,33 +71,59 @@ void PrefixEvents::OnEvicted(const CacheKey& key) {
 
 void PrefixEvents::Describe(std::span<const std::int32_t> tokens, std::vector<std::uint64_t>& hashes) {
   for (const Published& published : std::exchange(published_, {})) {
-    if (hash_of_.contains(published.digest) || !coordinator_.IsResident(published.digest)) {
-      continue;
+    if (IsNews(published)) {
+      Enter(published, DescriptionOf(published.grain, tokens, hashes));
     }
-    const auto grain_tokens = static_cast<std::size_t>(prefix_granularity_);
-    while (hashes.size() <= static_cast<std::size_t>(published.grain)) {
-      const std::optional<std::uint64_t> parent =
-          hashes.empty() ? std::nullopt : std::optional(hashes.back());
-      hashes.push_back(HashForEvent(parent, tokens.subspan(hashes.size() * grain_tokens, grain_tokens)));
-    }
-    Enter(published, tokens, hashes);
   }
 }
 
+void PrefixEvents::NoteLoading(std::span<const Digest> digests, std::int32_t first_grain,
+                               std::int32_t end_grain, std::span<const std::int32_t> tokens,
+                               std::vector<std::uint64_t>& hashes) {
+  for (std::int32_t grain = first_grain; grain < end_grain; ++grain) {
+    loading_.try_emplace(digests[static_cast<std::size_t>(grain)], DescriptionOf(grain, tokens, hashes));
+  }
+}
+
+void PrefixEvents::DescribeLoaded() {
+  for (const Published& published : std::exchange(published_, {})) {
+    if (IsNews(published)) {
+      const auto noted = loading_.find(published.digest);
+      Ensure(noted != loading_.end(), "a load published a prefix that nobody described");
+      Enter(published, noted->second);
+    }
+  }
+}
+
+bool PrefixEvents::IsNews(const Published& published) const {
+  return !hash_of_.contains(published.digest) && coordinator_.IsResident(published.digest);
+}
+
+PrefixEvents::Description PrefixEvents::DescriptionOf(std::int32_t position,
+                                                      std::span<const std::int32_t> tokens,
+                                                      std::vector<std::uint64_t>& hashes) const {
+  const auto index = static_cast<std::size_t>(position);
+  const auto grain_tokens = static_cast<std::size_t>(prefix_granularity_);
+  while (hashes.size() <= index) {
+    const std::optional<std::uint64_t> parent = hashes.empty() ? std::nullopt : std::optional(hashes.back());
+    hashes.push_back(HashForEvent(parent, tokens.subspan(hashes.size() * grain_tokens, grain_tokens)));
+  }
+  const auto own = tokens.subspan(index * grain_tokens, grain_tokens);
+  return {.hash = hashes[index],
+          .parent_hash = index == 0 ? std::nullopt : std::optional(hashes[index - 1]),
+          .tokens = {own.begin(), own.end()}};
+}
+
 // A digest became resident.
-void PrefixEvents::Enter(const Published& published, std::span<const std::int32_t> tokens,
-                         const std::vector<std::uint64_t>& hashes) {
-  const auto position = static_cast<std::size_t>(published.grain);
-  const std::uint64_t hash = hashes[position];
+void PrefixEvents::Enter(const Published& published, Description description) {
+  const std::uint64_t hash = description.hash;
   const auto [found, is_new] = grains_.try_emplace(hash);
   Grain& grain = found->second;
   if (is_new) {
-    const auto grain_tokens = static_cast<std::size_t>(prefix_granularity_);
-    const auto own = tokens.subspan(position * grain_tokens, grain_tokens);
-    grain.parent_hash = position == 0 ? std::nullopt : std::optional(hashes[position - 1]);
+    grain.parent_hash = description.parent_hash;
     grain.position = published.grain;
     grain.arrival = num_arrivals_++;
-    grain.tokens.assign(own.begin(), own.end());
+    grain.tokens = std::move(description.tokens);
   }
   grain.digests.push_back(published.digest);
   hash_of_.emplace(published.digest, hash);

@@ -59,6 +59,15 @@ class PrefixEvents final : public ResidencyObserver {
   // these are; `hashes` are the request's own, empty at first, and are continued as far as they are needed.
   void Describe(std::span<const std::int32_t> tokens, std::vector<std::uint64_t>& hashes);
 
+  // Keeps what there is to say of the grains [first_grain, end_grain) of a request, which a load is to bring
+  // and publishes when the request may be gone.
+  void NoteLoading(std::span<const Digest> digests, std::int32_t first_grain, std::int32_t end_grain,
+                   std::span<const std::int32_t> tokens, std::vector<std::uint64_t>& hashes);
+  // Takes up what a load published. REQUIRES: its grains were noted.
+  void DescribeLoaded();
+  // No load is under way.
+  void ForgetLoading() { loading_.clear(); }
+
   // The cache was emptied on purpose.
   void OnCleared();
 
@@ -86,14 +95,23 @@ class PrefixEvents final : public ResidencyObserver {
     bool is_resident() const { return !digests.empty(); }
   };
 
+  // What a router is told of a grain.
+  struct Description {
+    std::uint64_t hash;
+    std::optional<std::uint64_t> parent_hash;
+    std::vector<std::int32_t> tokens;
+  };
+
   struct DigestHash {
     std::size_t operator()(const Digest& digest) const noexcept;
   };
 
   using Place = std::pair<std::int32_t, std::uint64_t>;  // position and arrival of a grain
 
-  void Enter(const Published& published, std::span<const std::int32_t> tokens,
-             const std::vector<std::uint64_t>& hashes);
+  Description DescriptionOf(std::int32_t position, std::span<const std::int32_t> tokens,
+                            std::vector<std::uint64_t>& hashes) const;
+  bool IsNews(const Published& published) const;
+  void Enter(const Published& published, Description description);
   void NoteChange(std::uint64_t hash, Grain& grain);
 
   CacheCoordinator& coordinator_;
@@ -101,6 +119,7 @@ class PrefixEvents final : public ResidencyObserver {
   std::vector<Published> published_;  // not taken up yet
   std::unordered_map<std::uint64_t, Grain> grains_;
   std::unordered_map<Digest, std::uint64_t, DigestHash> hash_of_;  // of every digest that is resident
+  std::unordered_map<Digest, Description, DigestHash> loading_;    // looked up, never walked
   std::map<Place, std::uint64_t> changed_;  // hashes whose residency is not as announced
   std::uint64_t num_arrivals_ = 0;
   bool is_cleared_ = false;

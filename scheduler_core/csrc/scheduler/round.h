@@ -43,11 +43,24 @@ class Round {
   // The first request that wanted to be in the round and found no memory.
   void NoteBlocked(Request& request) { blocked_ = blocked_ == nullptr ? &request : blocked_; }
   Request* blocked() const { return blocked_; }
+  // A prompt that had chunks in earlier rounds gets on in this one.
+  bool has_later_chunk() const { return has_later_chunk_; }
+  void NoteLaterChunk() { has_later_chunk_ = true; }
   // One that holds blocks and needs more: nobody new may take them.
   bool is_sealed() const { return blocked_ != nullptr && HoldingsOf(blocked_->state) != nullptr; }
   std::int32_t num_prefill_rows() const { return static_cast<std::int32_t>(prefill_rows_.size()); }
   // A prompt got on in this round, here or at a peer.
   bool has_prefill() const { return !prefill_rows_.empty() || !plan_.remote_prefills.empty(); }
+
+  // Calls `visit` with the request of every row.
+  template <typename Visit>
+  void ForEachRow(const Visit& visit) const {
+    for (const std::vector<Row>* rows : {&prefill_rows_, &decode_rows_}) {
+      for (const Row& row : *rows) {
+        visit(*row.request);
+      }
+    }
+  }
 
   // Lists that are no rows are filled directly.
   Plan& plan() { return plan_; }
@@ -78,6 +91,7 @@ class Round {
   std::vector<Row> prefill_rows_;
   std::vector<Row> decode_rows_;
   Request* blocked_ = nullptr;
+  bool has_later_chunk_ = false;
 };
 
 }  // namespace pdmesh

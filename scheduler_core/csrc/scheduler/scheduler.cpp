@@ -46,8 +46,10 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       chunk_rules_{.prefix_granularity = config_.prefix_granularity,
                    .has_state = row_layout_.has_state,
                    .replay_window_tokens = config_.replay_window_tokens()},
-      coordinator_(config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
-                   config_.eviction_policy),
+      coordinator_(
+          config_.prefix_granularity, config_.num_lcm_blocks, MakeSpecsFromConfig(config_),
+          config_.eviction_policy,
+          {.num_host_lcm_blocks = config_.num_host_lcm_blocks, .enable_storage = config_.enable_storage}),
       slots_(NumSlots(config_)) {
   if (config_.enable_prefix_events) {
     prefix_events_.emplace(coordinator_, config_.prefix_granularity);
@@ -101,39 +103,64 @@ void Scheduler::Submit(std::vector<RequestSpec> specs) {
   }
 }
 
-void Scheduler::Advance(std::span<const EventView> events) {
-  const std::vector<JudgedEvent> to_apply = JudgeEvents(events);
-  for (const JudgedEvent& judged : to_apply) {
-    Apply(*judged.request, judged.event);
+void Scheduler::Advance(std::span<const AnyEventView> events) {
+  const std::vector<JudgedChange> to_apply = JudgeEvents(events);
+  for (const JudgedChange& change : to_apply) {
+    if (const auto* judged = std::get_if<JudgedEvent>(&change)) {
+      Apply(*judged->request, judged->event);
+    } else if (const auto* given_up = std::get_if<GivenUp>(&change)) {
+      GiveBlocksBack(*given_up->request);
+    } else {
+      ApplyTransferEvent(std::get<TransferEventView>(change));
+    }
   }
-  for (const JudgedEvent& judged : to_apply) {
-    Ensure(judged.request->phase() == judged.request->judged.phase,
+  for (const JudgedChange& change : to_apply) {
+    const auto* judged = std::get_if<JudgedEvent>(&change);
+    Ensure(judged == nullptr || judged->request->phase() == judged->request->judged.phase,
            "events led to another state than was judged");
   }
 }
 
 // Plays the batch on views first, so that a bad event leaves even the events before it unapplied. Returns
-// those that change something.
-std::vector<Scheduler::JudgedEvent> Scheduler::JudgeEvents(std::span<const EventView> events) {
+// what changes something.
+std::vector<Scheduler::JudgedChange> Scheduler::JudgeEvents(std::span<const AnyEventView> events) {
   ++num_event_batches_;
-  std::vector<JudgedEvent> to_apply;
+  std::vector<JudgedChange> to_apply;
   to_apply.reserve(events.size());
-  for (const EventView& event : events) {
-    const auto found = requests_.find(RequestIdOf(event));
-    if (found == requests_.end()) {
+  for (const AnyEventView& event : events) {
+    if (const auto* of_request = std::get_if<EventView>(&event)) {
+      JudgeRequestEvent(*of_request, to_apply);
       continue;
     }
-    Request& request = *found->second;
-    if (std::exchange(request.judged_batch, num_event_batches_) != num_event_batches_) {
-      request.judged = request.view();
+    const auto& of_transfer = std::get<TransferEventView>(event);
+    if (const auto* load = std::get_if<const LoadDoneEvent*>(&of_transfer);
+        load != nullptr && !(*load)->success) {
+      JudgeFailedLoad(**load, to_apply);
     }
-    const Judgement judgement = Judge(config_.role, request.judged, event);
-    request.judged = judgement.next;
-    if (judgement.verdict == Verdict::kApply) {
-      to_apply.push_back({.request = &request, .event = event});
-    }
+    to_apply.emplace_back(of_transfer);
   }
   return to_apply;
+}
+
+void Scheduler::JudgeRequestEvent(const EventView& event, std::vector<JudgedChange>& to_apply) {
+  const auto found = requests_.find(RequestIdOf(event));
+  if (found == requests_.end()) {
+    return;
+  }
+  PhaseView& view = JudgedView(*found->second);
+  const Judgement judgement = Judge(config_.role, view, event);
+  view = judgement.next;
+  if (judgement.verdict == Verdict::kApply) {
+    to_apply.emplace_back(JudgedEvent{.request = found->second.get(), .event = event});
+  }
+}
+
+// How the events of the batch so far would leave the request.
+PhaseView& Scheduler::JudgedView(Request& request) {
+  if (std::exchange(request.judged_batch, num_event_batches_) != num_event_batches_) {
+    request.judged = request.view();
+  }
+  return request.judged;
 }
 
 void Scheduler::Apply(Request& request, const EventView& event) {
@@ -193,7 +220,10 @@ void Scheduler::ApplyEarlyEnd(Request& request) {
 
 void Scheduler::Finish(Request& request) {
   if (Holdings* holdings = HoldingsOf(request.state)) {
-    PublishPending(request, *holdings);
+    PublishPending(request, *holdings, StoreScope::kNothing);
+    if (config_.role != Role::kDecode) {  // that role copies what a retraction would lose, nothing else
+      QueueSnapshot(request, *holdings, StoreGuard::kPinned);
+    }
   }
   SetState(request, Finished());
 }
@@ -202,7 +232,7 @@ bool Scheduler::CanClear() const {
   return requests_.size() == QueueOf(Phase::kFinished).size() && coordinator_.CanClear();
 }
 
-bool Scheduler::ClearCache() {
+bool Scheduler::ClearDeviceCache() {
   if (!CanClear()) {
     return false;
   }
@@ -210,6 +240,14 @@ bool Scheduler::ClearCache() {
   if (prefix_events_) {
     prefix_events_->OnCleared();
   }
+  return true;
+}
+
+bool Scheduler::ClearCache() {
+  if (!ClearDeviceCache()) {
+    return false;
+  }
+  coordinator_.ClearHost();
   return true;
 }
 
@@ -252,10 +290,10 @@ void Scheduler::CountQuarantined(const RequestState& state, std::int32_t change)
 }
 
 // Requests that can decode stand in one line whether they have decoded before or not. On the prefill role it
-// is the line of those to hand over. On the fused role a retracted request stands among those that wait, in
-// the place of its submission; nothing of it is kept that would make its return cheap.
+// is the line of those to hand over. A retracted request that is not readmitted first stands among those that
+// wait, in the place of its submission.
 Scheduler::RequestQueue& Scheduler::QueueOf(Phase phase) {
-  if (phase == Phase::kRetracted && config_.role == Role::kFused) {
+  if (phase == Phase::kRetracted && !ReadmitsFirst()) {
     return queues_[static_cast<std::size_t>(Phase::kWaiting)];
   }
   const bool decodes =

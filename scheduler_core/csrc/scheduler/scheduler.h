@@ -41,6 +41,7 @@ struct Capacity {
   std::int32_t num_waiting;             // admitted to nothing yet, or retracted
   std::int32_t num_running;
   std::int32_t num_live_requests;  // waiting, running, or ended with blocks still held
+  HostCapacity host;
 };
 
 class Scheduler {
@@ -55,7 +56,7 @@ class Scheduler {
 
   // Applies events in order. Events of requests that are not live change nothing. Throws ContractError when
   // one breaks the agreement; then none of the batch is applied.
-  void Advance(std::span<const EventView> events);
+  void Advance(std::span<const AnyEventView> events);
 
   Plan NextPlan();
 
@@ -65,9 +66,22 @@ class Scheduler {
   Capacity capacity() const;
   std::int32_t max_request_tokens() const { return capacity_model_.max_request_tokens(); }
 
+  // Whether a clear would succeed: no request lives and no transfer is under way.
   bool CanClear() const;
-  // Empties the prefix cache. False, with nothing changed, while a request lives.
+  // Empties the prefix cache of the device; what the host has can be hit as before. False, with nothing
+  // changed, if CanClear() is.
+  bool ClearDeviceCache();
+  // Empties the prefix cache on both tiers and forgets what storage has. False likewise.
   bool ClearCache();
+
+  // With storage: what it may be asked for before the next plan, front first. These are the blocks that
+  // neither tier has of prompts that have a fair chance of a place and of memory in that plan; the answer
+  // promises nothing.
+  std::vector<CacheKey> StorageQueries();
+  // Storage has these keys; of one prompt its front first. Throws ContractError for a key that no block can
+  // have. Without storage they are not kept.
+  void RegisterStorageKeys(std::span<const CacheKey> keys);
+  void UnregisterStorageKeys(std::span<const CacheKey> keys);
 
   // How the set of cached prefixes changed since the last drain, in the order in which to apply it. Always
   // empty unless the configuration enables prefix events.
@@ -88,7 +102,15 @@ class Scheduler {
     Request* request;
     EventView event;
   };
-  std::vector<JudgedEvent> JudgeEvents(std::span<const EventView> events);
+  struct GivenUp {  // the rows of its plan were not run
+    Request* request;
+  };
+  using JudgedChange = std::variant<JudgedEvent, GivenUp, TransferEventView>;
+  std::vector<JudgedChange> JudgeEvents(std::span<const AnyEventView> events);
+  void JudgeRequestEvent(const EventView& event, std::vector<JudgedChange>& to_apply);
+  void JudgeFailedLoad(const LoadDoneEvent& failed, std::vector<JudgedChange>& to_apply);
+  PhaseView& JudgedView(Request& request);
+  void ApplyTransferEvent(const TransferEventView& event);
   void Apply(Request& request, const EventView& event);
   void ApplyResult(Request& request, const ResultEvent& result);
   void ApplyEarlyEnd(Request& request);
@@ -111,6 +133,18 @@ class Scheduler {
   void PlanRemoteAdmissions(Round& round);
   bool AdmitRemote(Round& round, Request& request);
   Request* NextReadmission() const;
+  bool PlanReadmission(Round& round);
+  bool ReadmitsFirst() const;
+  void StartTransfers(Round& round);
+  struct PlanRoom {
+    std::int64_t num_rows = 0;
+    std::int64_t num_budget_tokens = 0;
+    std::vector<GroupDemand> demands = {};  // of those that were given a row
+  };
+  std::vector<Request*> LikelyAdmissions() const;
+  PlanRoom RoomForNewPrompts() const;
+  bool CouldAdmitBeside(const Request& request, std::vector<GroupDemand>& demands) const;
+  void CheckKeys(std::span<const CacheKey> keys) const;
 
   // Retraction.
   void ResolveBlocked(Round& round);
@@ -150,18 +184,29 @@ class Scheduler {
   std::optional<Holdings> AdmitFirst(Round& round, Request& request, bool is_local);
   std::int32_t FirstChunkTokens(const Round& round, const Request& request, const PrefixProbe& probe,
                                 bool is_local) const;
-  std::optional<Holdings> AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
-                                      bool is_local);
+  struct FirstAdmission {
+    std::optional<Holdings> holdings;
+    bool is_out_of_budget = false;  // the round has no use for the request behind the hit that can be had
+  };
+  FirstAdmission AdmitBehind(Round& round, const Request& request, PrefixProbe probe, bool is_local);
   void NoteBlockedPrompt(Round& round, Request& request) const;
   std::int64_t HeadroomTokens(const Request& request) const;
   std::vector<GroupDemand> LeastDemands(const Request& request, std::int32_t hit_tokens, bool is_local) const;
   PrefixProbe Probe(Request& request, bool is_local);
   bool IsStillBlocked(const Request& request, bool is_local) const;
-  void PublishPending(Request& request, Holdings& holdings);
+  bool MayJoin(const Round& round, const PrefixProbe& probe) const;
+  std::int32_t NumGrainsToMatch(const Request& request) const;
+  void PublishPending(Request& request, Holdings& holdings, StoreScope scope);
+  void Publish(Request& request, Holdings& holdings, const RequestProgress& progress);
   void PublishSnapshot(Request& request, Holdings& holdings);
-  RequestProgress ProgressOf(Request& request, Holdings& holdings) const;
   // REQUIRED after each transaction that may have published blocks of the request.
   void DescribePublished(Request& request);
+  void DescribeAdmitted(Request& request, const AdmissionReport& report);
+  void QueueSnapshot(const Request& request, const Holdings& holdings, StoreGuard guard);
+  RequestProgress ProgressOf(Request& request, Holdings& holdings, StoreScope scope, bool publishes) const;
+  // What the host copies as it is published: on the decode role, which has its prompts from a peer, nothing.
+  StoreScope PrefillStoreScope() const;
+  StoreScope DecodeStoreScope() const;
 
   void SetState(Request& request, RequestState state);
   RequestQueue& QueueOf(Phase phase);
@@ -195,6 +240,14 @@ class Scheduler {
   std::unordered_map<std::int32_t, std::int32_t>
       num_quarantined_children_;               // by parent that has any; looked up, never walked
   bool last_round_was_local_prefill_ = false;  // decode role
+  bool holds_stores_back_ = false;             // somebody waits for room until no pinned store is under way
+
+  // The newest plan's load, if it has one, and whose rows the plan has.
+  struct LoadingPlan {
+    std::uint64_t operation_id = 0;
+    std::vector<std::pair<std::string, std::uint64_t>> requests;  // ids and submissions
+  };
+  LoadingPlan loading_plan_;
 };
 
 }  // namespace pdmesh

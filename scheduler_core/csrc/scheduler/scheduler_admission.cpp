@@ -41,7 +41,8 @@ std::int64_t Scheduler::DecodeRoomTokens(const Request& request) const {
 bool Scheduler::PlanDecodeRow(Round& round, Request& request) {
   const std::int32_t num_input_tokens = DecodeWidth(request);
   const std::int64_t growth_tokens = DecodeGrowthTokens(request);
-  if (!coordinator_.Secure(HoldingsOf(request.state)->tables, DecodeRoomTokens(request),
+  Holdings& secured = *HoldingsOf(request.state);
+  if (!coordinator_.Secure(secured.tables, secured.num_computed_tokens, DecodeRoomTokens(request),
                            round.plan().zero_blocks)) {
     round.NoteBlocked(request);
     return false;
@@ -55,7 +56,7 @@ bool Scheduler::PlanDecodeRow(Round& round, Request& request) {
   auto& decoding = std::get<Decoding>(request.state);
   decoding.reserve_tokens = 0;
   Holdings& holdings = decoding.holdings;
-  PublishPending(request, holdings);
+  PublishPending(request, holdings, is_first ? PrefillStoreScope() : DecodeStoreScope());
   coordinator_.Step(holdings.tables, holdings.num_computed_tokens, growth_tokens, round.plan().zero_blocks);
   holdings.num_covered_tokens += growth_tokens;
   if (is_first && coordinator_.has_open_group()) {
@@ -129,11 +130,12 @@ bool Scheduler::PlanChunk(Round& round, Request& request) {
   if (chunk == 0) {
     return false;
   }
-  const RequestProgress progress = ProgressOf(request, holdings);
+  const RequestProgress progress =
+      ProgressOf(request, holdings, PrefillStoreScope(), config_.enable_prefix_cache);
   const auto admission = coordinator_.AdmitNext(
       holdings.tables, holdings.epoch, progress, begin,
       capacity_model_.NextExtents(SpanOf(request, begin, begin + chunk, /*is_local=*/true)));
-  if (!admission) {  // only the last chunk wants more than the prompt
+  if (!admission) {  // the last chunk wants more than the prompt, or a transfer holds what would expire
     round.NoteBlocked(request);
     return false;
   }
@@ -142,6 +144,7 @@ bool Scheduler::PlanChunk(Round& round, Request& request) {
   round.AddZeroBlocks(admission->fresh_ids);
   NoteComputed(request, holdings, begin + chunk, /*is_local=*/true);
   round.AddPrefillRow(request, begin, chunk);
+  round.NoteLaterChunk();
   NoteChunkPlanned(request);
   return true;
 }
@@ -181,34 +184,43 @@ std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bo
     return std::nullopt;
   }
   const PrefixProbe probe = Probe(request, is_local);
-  if (FirstChunkTokens(round, request, probe, is_local) == 0) {
+  if (FirstChunkTokens(round, request, probe, is_local) == 0 || !MayJoin(round, probe)) {
     request.blocked.reset();
     return std::nullopt;
   }
-  std::optional<Holdings> holdings = AdmitBehind(round, request, probe, is_local);
-  if (!holdings && probe.hit_tokens > 0) {
+  FirstAdmission admission = AdmitBehind(round, request, probe, is_local);
+  if (!admission.holdings && !admission.is_out_of_budget && probe.hit_tokens > 0) {
     // Hits pin the parents they lie in, more of them than a compact table would take. A prompt near the bound
     // could wait for those for ever, in an idle pool too, so it is tried without its hits.
     const PrefixProbe none = coordinator_.ProbePrefix({}, 0);
     if (FirstChunkTokens(round, request, none, is_local) > 0) {
-      holdings = AdmitBehind(round, request, none, is_local);
+      admission = AdmitBehind(round, request, none, is_local);
     }
   }
-  if (holdings) {
+  if (admission.holdings || admission.is_out_of_budget) {
     request.blocked.reset();
   } else {
     request.blocked = {
         .capacity_version = coordinator_.capacity_version(),
         .publication_version = coordinator_.publication_version(),
-        .num_hit_grains = static_cast<std::int32_t>(probe.hit_tokens) / config_.prefix_granularity};
+        .num_hit_grains = static_cast<std::int32_t>(probe.device_hit_tokens) / config_.prefix_granularity};
     NoteBlockedPrompt(round, request);
   }
-  return holdings;
+  if (admission.holdings) {
+    DescribeAdmitted(request, round.plan().admissions.back());
+  }
+  return std::move(admission.holdings);
+}
+
+// A read from storage may miss, and then all rows of the plan are given up. On the prefill role a transfer
+// may read what earlier chunks computed, so there such a prompt does not run beside them.
+bool Scheduler::MayJoin(const Round& round, const PrefixProbe& probe) const {
+  return config_.role != Role::kPrefill || !round.has_later_chunk() || !probe.reads_storage();
 }
 
 // A retracted request gave way to others already: it waits and asks nobody to give way to it.
 void Scheduler::NoteBlockedPrompt(Round& round, Request& request) const {
-  const bool is_readmission = config_.role == Role::kDecode && request.phase() == Phase::kRetracted;
+  const bool is_readmission = ReadmitsFirst() && request.phase() == Phase::kRetracted;
   if (request.num_retractions == 0 && !is_readmission) {
     round.NoteBlocked(request);
   }
@@ -232,22 +244,35 @@ std::int32_t Scheduler::FirstChunkTokens(const Round& round, const Request& requ
                   : request.num_prompt_tokens - hit_tokens;
 }
 
-// Admits behind the hits of `probe` if it fits.
-std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& request, const PrefixProbe& probe,
-                                               bool is_local) {
-  const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
-  const std::int32_t end = hit_tokens + FirstChunkTokens(round, request, probe, is_local);
+// Admits behind the hits of `probe` if it fits, or behind as much of them as the host can take.
+Scheduler::FirstAdmission Scheduler::AdmitBehind(Round& round, const Request& request, PrefixProbe probe,
+                                                 bool is_local) {
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  const PromptSpan span = SpanOf(request, hit_tokens, end, is_local, is_local ? ReplayTokens(hit_tokens) : 0);
-  auto admission = coordinator_.AdmitFirst(tables, probe, capacity_model_.FirstDemands(span));
+  std::int32_t end = 0;
+  bool is_out_of_budget = false;
+  const auto demands_for = [&](const PrefixProbe& tried) -> std::optional<std::vector<GroupDemand>> {
+    const auto begin = static_cast<std::int32_t>(tried.hit_tokens);
+    const std::int32_t chunk = FirstChunkTokens(round, request, tried, is_local);
+    end = begin + chunk;
+    is_out_of_budget = chunk == 0;
+    if (is_out_of_budget) {
+      return std::nullopt;
+    }
+    return capacity_model_.FirstDemands(
+        SpanOf(request, begin, end, is_local, is_local ? ReplayTokens(begin) : 0));
+  };
+  auto admission = coordinator_.AdmitFirst(tables, probe, demands_for);
   if (!admission) {
-    return std::nullopt;
+    return {.holdings = {}, .is_out_of_budget = is_out_of_budget};
   }
+  const auto hit_tokens = static_cast<std::int32_t>(probe.hit_tokens);
+  const auto device_hit_tokens = static_cast<std::int32_t>(probe.device_hit_tokens);
+  const auto storage_hit_tokens = static_cast<std::int32_t>(probe.storage_hit_tokens);
   round.AddZeroBlocks(admission->fresh_ids);
   round.plan().admissions.push_back({.request_id = request.request_id,
-                                     .device_hit_tokens = hit_tokens,
-                                     .host_hit_tokens = 0,
-                                     .storage_hit_tokens = 0});
+                                     .device_hit_tokens = device_hit_tokens,
+                                     .host_hit_tokens = hit_tokens - device_hit_tokens - storage_hit_tokens,
+                                     .storage_hit_tokens = storage_hit_tokens});
   Holdings holdings{.slot = slots_.Lease(),
                     .reserve = std::move(admission->reserve),
                     .tables = std::move(tables),
@@ -263,13 +288,20 @@ std::optional<Holdings> Scheduler::AdmitBehind(Round& round, const Request& requ
     holdings.promotion_tokens = static_cast<std::int32_t>(probe.closed_tokens);
   }
   NoteComputed(request, holdings, end, is_local);
-  return holdings;
+  return {.holdings = std::move(holdings)};
 }
 
-// The last prompt token is never taken from the cache: computing it gives the first logits.
+// The last prompt token is never taken from the cache: computing it gives the first logits. Without a prefix
+// cache only what the request itself left on its retraction is looked for.
+std::int32_t Scheduler::NumGrainsToMatch(const Request& request) const {
+  const bool has_snapshot = coordinator_.has_host_tier() && request.num_retractions > 0;
+  return config_.enable_prefix_cache || has_snapshot
+             ? (request.num_prompt_tokens - 1) / config_.prefix_granularity
+             : 0;
+}
+
 PrefixProbe Scheduler::Probe(Request& request, bool is_local) {
-  const std::int32_t num_grains =
-      config_.enable_prefix_cache ? (request.num_prompt_tokens - 1) / config_.prefix_granularity : 0;
+  const std::int32_t num_grains = NumGrainsToMatch(request);
   request.chain.ExtendTo(request.tokens, num_grains);
   return coordinator_.ProbePrefix(request.chain.digests(), num_grains,
                                   is_local ? ProbeScope::kAllGroups : ProbeScope::kHistoryGroups);
@@ -280,8 +312,7 @@ bool Scheduler::IsStillBlocked(const Request& request, bool is_local) const {
     return false;
   }
   const std::int32_t next_grain = request.blocked->num_hit_grains;
-  const bool can_grow = config_.enable_prefix_cache &&
-                        next_grain < (request.num_prompt_tokens - 1) / config_.prefix_granularity &&
+  const bool can_grow = next_grain < NumGrainsToMatch(request) &&
                         request.blocked->publication_version != coordinator_.publication_version();
   if (can_grow && coordinator_.HasClosedGrain(request.chain.digests(), next_grain)) {
     return false;
@@ -301,8 +332,11 @@ std::vector<GroupDemand> Scheduler::LeastDemands(const Request& request, std::in
   return capacity_model_.FirstDemands(SpanOf(request, hit_tokens, end, is_local));
 }
 
-void Scheduler::PublishPending(Request& request, Holdings& holdings) {
-  const RequestProgress progress = ProgressOf(request, holdings);
+void Scheduler::PublishPending(Request& request, Holdings& holdings, StoreScope scope) {
+  Publish(request, holdings, ProgressOf(request, holdings, scope, config_.enable_prefix_cache));
+}
+
+void Scheduler::Publish(Request& request, Holdings& holdings, const RequestProgress& progress) {
   if (progress.first_grain < progress.end_grain) {
     coordinator_.Publish(holdings.tables, holdings.epoch, progress);
     holdings.num_published_grains = progress.end_grain;
@@ -316,19 +350,47 @@ void Scheduler::DescribePublished(Request& request) {
   }
 }
 
+// What an admission published of the host's blocks, and what its load may publish later.
+void Scheduler::DescribeAdmitted(Request& request, const AdmissionReport& report) {
+  DescribePublished(request);
+  if (prefix_events_ && report.storage_hit_tokens > 0) {
+    const std::int32_t first_grain = report.device_hit_tokens / config_.prefix_granularity;
+    const std::int32_t num_grains =
+        (report.host_hit_tokens + report.storage_hit_tokens) / config_.prefix_granularity;
+    prefix_events_->NoteLoading(request.chain.digests(), first_grain, first_grain + num_grains, request.tokens,
+                                request.event_hashes);
+  }
+}
+
 // Publishes what a retracted request would want to find again: full grains, and the newest state that one of
-// its chunks left, whatever boundary that was.
+// its chunks left, whatever boundary that was. The host copies it ahead of what the plan does with the
+// blocks.
 void Scheduler::PublishSnapshot(Request& request, Holdings& holdings) {
   if (request.phase() == Phase::kPrefilling) {
     holdings.boundary_kind = std::max(holdings.boundary_kind, BoundaryKind::kEndpoint);
   }
-  PublishPending(request, holdings);
+  const bool is_kept = config_.enable_prefix_cache || coordinator_.has_host_tier();
+  Publish(request, holdings, ProgressOf(request, holdings, StoreScope::kNothing, is_kept));
+  QueueSnapshot(request, holdings, StoreGuard::kAhead);
 }
 
-RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings) const {
+void Scheduler::QueueSnapshot(const Request& request, const Holdings& holdings, StoreGuard guard) {
+  coordinator_.QueueSnapshot(request.chain.digests(), holdings.num_published_grains, guard);
+}
+
+StoreScope Scheduler::PrefillStoreScope() const {
+  return config_.role == Role::kDecode ? StoreScope::kNothing : StoreScope::kEverything;
+}
+
+StoreScope Scheduler::DecodeStoreScope() const {
+  return config_.role == Role::kDecode ? StoreScope::kNothing : StoreScope::kWindows;
+}
+
+RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings, StoreScope scope,
+                                      bool publishes) const {
   const std::int32_t first_grain = holdings.num_published_grains;
   const std::int32_t end_grain =
-      config_.enable_prefix_cache ? holdings.num_computed_tokens / config_.prefix_granularity : first_grain;
+      publishes ? holdings.num_computed_tokens / config_.prefix_granularity : first_grain;
   request.chain.ExtendTo(request.tokens, end_grain);
   return {.digests = request.chain.digests(),
           .first_grain = first_grain,
@@ -337,7 +399,8 @@ RequestProgress Scheduler::ProgressOf(Request& request, Holdings& holdings) cons
                                                                                      : BoundaryKind::kChunk,
           .state_checkpoint_tokens = holdings.checkpoint_tokens,
           .keeps_duplicates = config_.role == Role::kPrefill,
-          .uses = &holdings.uses};
+          .uses = &holdings.uses,
+          .store_scope = scope};
 }
 
 }  // namespace pdmesh

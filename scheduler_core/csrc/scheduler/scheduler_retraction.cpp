@@ -23,7 +23,12 @@ constexpr std::int64_t kFirstReportedStall = 1024;
 void Scheduler::ResolveBlocked(Round& round) {
   const std::optional<std::uint64_t> was_yielding = std::exchange(yielding_, std::nullopt);
   if (round.blocked() != nullptr && !round.has_prefill() && !FitsByNow(round, *round.blocked())) {
-    MakeRoomFor(round, *round.blocked());
+    // What a transfer holds comes free by itself and may be all that is missing. Stores that have not begun
+    // yet wait in turn, or there might be one under way for ever.
+    holds_stores_back_ = coordinator_.has_pinned_store();
+    if (!holds_stores_back_ && !coordinator_.has_load()) {
+      MakeRoomFor(round, *round.blocked());
+    }
   }
   const bool is_alone = config_.role == Role::kDecode && round.num_prefill_rows() > 0;
   if (was_yielding && was_yielding != yielding_ && !is_alone) {
@@ -254,7 +259,7 @@ bool Scheduler::IsAnythingOut() const {
 }
 
 void Scheduler::CountStall(Plan& plan, bool has_work) {
-  if (has_work || !plan.is_empty() || requests_.empty() || IsAnythingOut()) {
+  if (has_work || !plan.is_empty() || requests_.empty() || IsAnythingOut() || coordinator_.has_transfer()) {
     num_stalled_plans_ = 0;
     return;
   }

@@ -52,6 +52,7 @@ Plan Scheduler::NextPlan() {
   if (config_.role != Role::kPrefill) {
     ResolveBlocked(round);
   }
+  StartTransfers(round);
   CountStall(round.plan(), round.has_work());
   return std::move(round).Build();
 }
@@ -66,7 +67,7 @@ void Scheduler::ListFinished(Round& round) {
 void Scheduler::PlanHandovers(Round& round) {
   const RequestQueue landed = QueueOf(Phase::kPrefillDone);
   for (Request* request : landed) {
-    PublishPending(*request, *HoldingsOf(request->state));
+    PublishPending(*request, *HoldingsOf(request->state), PrefillStoreScope());
     round.plan().handovers.push_back({.request_id = request->request_id, .token = request->tokens.back()});
     SetState(*request, StartHandover(std::get<PrefillDone>(std::move(request->state))));
   }
@@ -99,6 +100,9 @@ bool Scheduler::HasPrefillToRun() const {
   if (!resident.empty()) {
     return CanTakeRow(**resident.begin());
   }
+  if (const Request* readmission = NextReadmission()) {
+    return slots_.has_free_slot() && !IsStillBlocked(*readmission, /*is_local=*/true);
+  }
   const RequestQueue& waiting = QueueOf(Phase::kWaiting);
   return slots_.has_free_slot() &&
          std::any_of(waiting.begin(), waiting.end(), [this](const Request* request) {
@@ -127,10 +131,21 @@ bool Scheduler::HasRoomForDecode(const Round& round, std::int32_t num_spared_tok
   return round.num_free_rows() > 0 && round.num_budget_tokens() - num_spared_tokens >= DecodeCostTokens();
 }
 
+// What holds blocks comes before what ran before, and that before what is new.
 void Scheduler::PlanPrefills(Round& round) {
-  if (PlanResidentChunks(round)) {
+  if (PlanResidentChunks(round) && PlanReadmission(round) && NextReadmission() == nullptr) {
     PlanNewPrompts(round);
   }
+}
+
+// At most one in a round. False when it leaves its prompt incomplete.
+bool Scheduler::PlanReadmission(Round& round) {
+  Request* readmission = config_.role == Role::kFused ? NextReadmission() : nullptr;
+  if (readmission == nullptr || !round.has_room() || !slots_.has_free_slot()) {
+    return true;
+  }
+  return AdmitPrompt(round, *readmission) != AdmitOutcome::kAdmitted ||
+         readmission->phase() != Phase::kPrefilling;
 }
 
 // False when a prompt is left incomplete: nothing younger is prefilled before it.
@@ -148,7 +163,7 @@ bool Scheduler::PlanResidentChunks(Round& round) {
   return true;
 }
 
-// On the fused role a retracted request stands here too, in the place of its submission.
+// Where retracted requests are not readmitted first they stand here too, in the place of their submission.
 void Scheduler::PlanNewPrompts(Round& round) {
   if (round.is_sealed()) {
     return;
@@ -230,10 +245,14 @@ bool Scheduler::PlanOneLocalPrefill(Round& round) {
   return false;
 }
 
-// Those that have output first, then the one that was retracted first. Fused requests stand in the line of
-// new prompts instead.
+// A retracted request whose return is cheap, or that a peer cannot prefill again.
+bool Scheduler::ReadmitsFirst() const {
+  return config_.role == Role::kDecode || (config_.role == Role::kFused && coordinator_.has_host_tier());
+}
+
+// Those that have output first, then the one that was retracted first.
 Request* Scheduler::NextReadmission() const {
-  if (config_.role == Role::kFused) {
+  if (!ReadmitsFirst()) {
     return nullptr;
   }
   Request* next = nullptr;

@@ -39,7 +39,8 @@ Capacity Scheduler::capacity() const {
           .quarantined_lcm_blocks = quarantined,
           .num_waiting = waiting,
           .num_running = live - waiting - size_of(Phase::kTransferHeld) - size_of(Phase::kQuarantined),
-          .num_live_requests = live};
+          .num_live_requests = live,
+          .host = coordinator_.host_capacity()};
 }
 
 std::string Scheduler::Describe() const {
@@ -51,6 +52,16 @@ std::string Scheduler::Describe() const {
          " active=" + std::to_string(gauges.active_lcm_blocks) +
          " cached=" + std::to_string(gauges.cached_lcm_blocks) +
          " quarantined=" + std::to_string(gauges.quarantined_lcm_blocks) + "\n";
+  if (coordinator_.has_host_tier()) {
+    out += "host_lcm_blocks total=" + std::to_string(gauges.host.total_lcm_blocks) +
+           " empty=" + std::to_string(gauges.host.empty_lcm_blocks) +
+           " active=" + std::to_string(gauges.host.active_lcm_blocks) +
+           " cached=" + std::to_string(gauges.host.cached_lcm_blocks) + "\n";
+  }
+  if (const StorageShadow* shadow = coordinator_.shadow()) {
+    out += "storage keys=" + std::to_string(shadow->num_keys()) +
+           " unreadable=" + std::to_string(shadow->num_unreadable_keys()) + "\n";
+  }
   if (const AgedFrequency* policy = coordinator_.aged_frequency()) {
     out += std::string("eviction ") + NameOf(config_.eviction_policy) +
            " level=" + std::to_string(policy->level()) + " ghosts=" + std::to_string(policy->num_ghosts()) +
@@ -62,6 +73,9 @@ std::string Scheduler::Describe() const {
            " free_slots=" + std::to_string(coordinator_.pool().num_free_slots(group)) +
            " entries=" + std::to_string(described.index.num_entries()) +
            " evictable=" + std::to_string(described.index.num_evictable());
+    if (const HostTier* host = coordinator_.host()) {
+      out += " host_entries=" + std::to_string(host->index(group).num_entries());
+    }
     if (!described.is_closed()) {
       out += " promised=" + std::to_string(coordinator_.reserve().num_promised(group)) +
              " kept=" + std::to_string(coordinator_.reserve().num_kept(group));

@@ -70,6 +70,8 @@ def scheduler_config(
     overlap_depth: int = 0,
     eviction_policy: sc.EvictionPolicy = sc.EvictionPolicy.LRU,
     enable_prefix_events: bool = False,
+    num_host_lcm_blocks: int = 0,
+    enable_storage: bool = False,
 ) -> sc.SchedulerConfig:
     return sc.SchedulerConfig(
         role=role,
@@ -84,6 +86,8 @@ def scheduler_config(
         overlap_depth=overlap_depth,
         eviction_policy=eviction_policy,
         enable_prefix_events=enable_prefix_events,
+        num_host_lcm_blocks=num_host_lcm_blocks,
+        enable_storage=enable_storage,
     )
 
 

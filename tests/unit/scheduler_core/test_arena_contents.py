@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import scheduler_core as sc
 
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
+from .tier_runtime import HostMemory
 
 GROUP_MIXES = (
     [full_group("only", block_granularity=4)],
@@ -93,7 +94,10 @@ class Node:
     chance: random.Random
     verify_width: int = 1
     overlap_depth: int = 0
+    num_host_lcm_blocks: int = 0
+    has_storage: bool = False
     scheduler: sc.Scheduler = field(init=False)
+    memory: HostMemory[list[Row]] = field(init=False)
     arena: dict[tuple[int, int], list[Row]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)  # as the device knows them
     landing: list[list[sc.Event]] = field(default_factory=list)  # by plan: what the scheduler has not heard yet
@@ -103,6 +107,8 @@ class Node:
     prompts: list[list[int]] = field(default_factory=list)
     num_submitted: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_storage_hit_tokens: int = 0
     num_retracted: int = 0
 
     def __post_init__(self) -> None:
@@ -117,8 +123,11 @@ class Node:
                 verify_width=self.verify_width,
                 overlap_depth=self.overlap_depth,
                 eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
+                num_host_lcm_blocks=self.num_host_lcm_blocks,
+                enable_storage=self.has_storage,
             )
         )
+        self.memory = HostMemory(self.scheduler, self.arena, self.chance, list, self.has_storage)
 
     def submit(self) -> None:
         """A prompt, often one that continues an earlier one."""
@@ -143,22 +152,35 @@ class Node:
 
     def step(self) -> bool:
         """One plan and its results; False when there was nothing to do."""
+        self.memory.ask_storage()
         plan = self.scheduler.next_plan()
         self.num_hit_tokens += sum(admission.device_hit_tokens for admission in plan.admissions)
+        self.num_host_hit_tokens += sum(admission.host_hit_tokens for admission in plan.admissions)
+        self.num_storage_hit_tokens += sum(admission.storage_hit_tokens for admission in plan.admissions)
         self.num_retracted += len(plan.retracted)
         for request_id in plan.finished:
             assert request_id in self.ended
             self.peers.pop(request_id, None)
             del self.tokens[request_id], self.limits[request_id]
+        self.memory.copy_ahead(plan)
         self._zero(plan)
         for grant in plan.remote_prefills:
             self.peers[grant.request_id] = Peer(grant=grant)
         for handover in plan.handovers:
             self.peers[handover.request_id].is_over = True
-        self._compute(plan)
-        while len(self.landing) > (self.overlap_depth if self.chance.random() < 0.8 else 0):
-            self.scheduler.advance(self.landing.pop(0))
+        if any(load.reads_storage.any() for load in plan.loads):
+            self._land(0)  # a failure is told behind the results of earlier plans
+        if self.memory.load(plan):
+            self._compute(plan)
+        self._land(self.overlap_depth if self.chance.random() < 0.8 else 0)
         return not plan.is_empty
+
+    def _land(self, num_out: int) -> None:
+        while len(self.landing) > num_out:
+            self.scheduler.advance(self.landing.pop(0))
+
+    def acknowledge(self) -> None:
+        self.memory.acknowledge_one()
 
     def _zero(self, plan: sc.Plan) -> None:
         for group, block_ids in enumerate(plan.zero_blocks):
@@ -350,13 +372,27 @@ class Node:
                 self.scheduler.advance([sc.GrantedEvent(request_id)])
             self.step()
             self.move_bytes()
+            if self.chance.random() < 0.5:
+                self.memory.acknowledge_all()
+        self.memory.acknowledge_all()
         assert not self.tokens, f"these wait for ever:\n{self.scheduler.describe()}"
         assert self.scheduler.clear_cache()
         gauges = self.scheduler.capacity()
         assert gauges.empty_lcm_blocks == gauges.total_lcm_blocks
+        assert gauges.empty_host_lcm_blocks == gauges.total_host_lcm_blocks
 
 
-MOVES = (Node.submit, Node.submit, Node.step, Node.step, Node.step, Node.move_bytes, Node.grant, Node.end_one)
+MOVES = (
+    Node.submit,
+    Node.submit,
+    Node.step,
+    Node.step,
+    Node.step,
+    Node.move_bytes,
+    Node.grant,
+    Node.end_one,
+    Node.acknowledge,
+)
 
 
 def play(
@@ -366,6 +402,8 @@ def play(
     num_moves: int,
     verify_width: int = 1,
     overlap_depth: int = 0,
+    num_host_lcm_blocks: int = 0,
+    has_storage: bool = False,
 ) -> Node:
     node = Node(
         role=role,
@@ -373,6 +411,8 @@ def play(
         chance=random.Random(seed),
         verify_width=verify_width,
         overlap_depth=overlap_depth,
+        num_host_lcm_blocks=num_host_lcm_blocks,
+        has_storage=has_storage,
     )
     for _ in range(num_moves):
         node.chance.choice(MOVES)(node)
@@ -390,6 +430,8 @@ def play(
     num_moves=st.integers(1, 150),
     verify_width=st.sampled_from([1, 4]),
     overlap_depth=st.integers(0, 1),
+    num_host_lcm_blocks=st.sampled_from([0, 4, 40]),
+    has_storage=st.booleans(),
 )
 def test_every_read_finds_what_was_written_for_it(
     role: sc.Role,
@@ -398,8 +440,11 @@ def test_every_read_finds_what_was_written_for_it(
     num_moves: int,
     verify_width: int,
     overlap_depth: int,
+    num_host_lcm_blocks: int,
+    has_storage: bool,
 ) -> None:
-    play(role, groups, seed, num_moves, verify_width, overlap_depth)
+    has_storage = has_storage and num_host_lcm_blocks > 0
+    play(role, groups, seed, num_moves, verify_width, overlap_depth, num_host_lcm_blocks, has_storage)
 
 
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE])
@@ -414,3 +459,20 @@ def test_the_histories_make_requests_give_way(role: sc.Role, overlap_depth: int)
     mixes = (GROUP_MIXES[0], GROUP_MIXES[3], GROUP_MIXES[6])
     histories = [play(role, groups, seed, 150, 1, overlap_depth) for groups in mixes for seed in range(10)]
     assert sum(history.num_retracted for history in histories) > 10
+
+
+@pytest.mark.behaviour("F1")
+@pytest.mark.behaviour("O3")
+@pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
+@pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
+def test_the_histories_restore_prefixes_from_the_tiers_below(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
+    nodes = [play(role, groups, seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(12)]
+    assert sum(node.num_host_hit_tokens for node in nodes) > 0
+    assert sum(node.num_storage_hit_tokens for node in nodes) > 0
+
+
+@pytest.mark.behaviour("O5")
+@pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
+def test_the_histories_lose_objects_of_the_storage(role: sc.Role) -> None:
+    nodes = [play(role, GROUP_MIXES[0], seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(24)]
+    assert sum(node.memory.num_failed_loads for node in nodes) > 0

@@ -9,7 +9,7 @@ history gives the same plans; at rest every block is back.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +20,7 @@ import scheduler_core as sc
 
 from .builders import full_group, scheduler_config, sliding_group, spec, state_group
 from .prefix_router import Router, hashes_of
+from .tier_runtime import HostMemory
 
 GENERATED = 7  # every generated token
 GROUP_MIXES = (
@@ -62,7 +63,10 @@ class Driver:
     chance: random.Random
     verify_width: int = 1
     overlap_depth: int = 0
+    num_host_lcm_blocks: int = 0
+    has_storage: bool = False
     scheduler: sc.Scheduler = field(init=False)
+    memory: HostMemory[int] = field(init=False)  # the books know nothing of contents
     lengths: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # as submitted
     generated: dict[str, int] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)  # what a prefill computes
@@ -94,8 +98,11 @@ class Driver:
             overlap_depth=self.overlap_depth,
             eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
             enable_prefix_events=True,
+            num_host_lcm_blocks=self.num_host_lcm_blocks,
+            enable_storage=self.has_storage,
         )
         self.scheduler = sc.Scheduler(config)
+        self.memory = HostMemory(self.scheduler, defaultdict(int), self.chance, int, self.has_storage)
 
     @property
     def open_groups(self) -> list[str]:
@@ -123,6 +130,7 @@ class Driver:
             self.remote_prompts.add(request_id)
 
     def plan(self) -> None:
+        self.memory.ask_storage()
         self.router.drain(self.scheduler)
         announced = set(self.router.stored)
         plan = self.scheduler.next_plan()
@@ -130,9 +138,15 @@ class Driver:
         self.check_hits(plan, announced | set(self.router.stored))
         self.log.append(repr_of(plan))
         self.check_plan(plan)
+        self.memory.copy_ahead(plan)
         for row, request_id in enumerate(plan.request_ids):
-            owed = self.owed.setdefault(request_id, [])
-            assert int(plan.num_results_out[row]) == len(owed) <= self.overlap_depth
+            num_results_out = len(self.owed.setdefault(request_id, []))
+            assert int(plan.num_results_out[row]) == num_results_out <= self.overlap_depth
+        if any(load.reads_storage.any() for load in plan.loads):
+            while any(self.owed.values()):
+                self.land_results()
+        for row, request_id in enumerate(plan.request_ids):
+            owed = self.owed[request_id]
             is_decode = row >= plan.num_prefill_rows
             owed.append(Owed(int(plan.input_lengths[row] if is_decode else plan.logits_wanted[row]), is_decode))
             if self.role == sc.Role.PREFILL:
@@ -148,6 +162,15 @@ class Driver:
             self.start_over(request_id)
         for request_id in plan.finished:
             self.forget(request_id)
+        if not self.memory.load(plan):
+            for request_id in plan.request_ids:
+                self.owed.pop(request_id)
+                self.held.pop(request_id, None)
+                self.transferring.discard(request_id)
+                self.start_over(request_id)
+
+    def acknowledge(self) -> None:
+        self.memory.acknowledge_one()
 
     def start_over(self, request_id: str) -> None:
         tokens = [*self.tokens[request_id], *[GENERATED] * self.generated[request_id]]
@@ -287,8 +310,9 @@ class Driver:
             assert not plan.remote_prefills
         for admission in plan.admissions:
             prompt_tokens = self.prompts[admission.request_id]
-            assert admission.device_hit_tokens < prompt_tokens
-            assert admission.device_hit_tokens % 4 == 0
+            hits = (admission.device_hit_tokens, admission.host_hit_tokens, admission.storage_hit_tokens)
+            assert sum(hits) < prompt_tokens
+            assert all(hit_tokens >= 0 and hit_tokens % 4 == 0 for hit_tokens in hits)
             reserve = self.reserve_of(plan, admission.request_id)
             tables = self.scheduler.block_tables(admission.request_id)
             for group, slots_of_table in zip(self.groups, tables, strict=True):
@@ -324,7 +348,12 @@ class Driver:
         assert all(groups.bit_count() == 1 for groups in parents.values()), "a parent serves one group"
         assert gauges.quarantined_lcm_blocks == len(quarantined)
         num_kept_parents = gauges.active_lcm_blocks - len(active - quarantined)
-        assert 0 <= num_kept_parents <= sum(self.check_promises())
+        num_copies = sum(len(copies.copies) for copies in [*self.memory.stores.values(), *self.memory.loads.values()])
+        assert 0 <= num_kept_parents <= sum(self.check_promises()) + num_copies
+        assert gauges.total_host_lcm_blocks == self.num_host_lcm_blocks
+        assert gauges.active_host_lcm_blocks <= num_copies
+        rest = gauges.empty_host_lcm_blocks + gauges.active_host_lcm_blocks + gauges.cached_host_lcm_blocks
+        assert rest == self.num_host_lcm_blocks
         in_use = len(active | quarantined) + num_kept_parents
         assert gauges.empty_lcm_blocks + gauges.cached_lcm_blocks == self.num_lcm_blocks - in_use
 
@@ -359,20 +388,23 @@ class Driver:
         self.scheduler.advance([sc.AbortEvent(request_id) for request_id in sorted(self.lengths)])
         if self.role != sc.Role.FUSED:
             self.scheduler.advance([sc.QuiescedEvent(request_id) for request_id in sorted(self.lengths)])
-        self.scheduler.next_plan()
+        self.memory.copy_ahead(self.scheduler.next_plan())
+        self.memory.acknowledge_all()
         gauges = self.scheduler.capacity()
         assert (gauges.num_live_requests, gauges.active_lcm_blocks, gauges.quarantined_lcm_blocks) == (0, 0, 0)
         assert self.scheduler.clear_cache()
         self.router.drain(self.scheduler)
         assert not self.router.stored
         assert self.scheduler.capacity().empty_lcm_blocks == self.num_lcm_blocks
+        assert self.scheduler.capacity().empty_host_lcm_blocks == self.num_host_lcm_blocks
 
 
 def repr_of(plan: sc.Plan) -> str:
     grants = [(g.request_id, g.from_token, [ids.tolist() for ids in g.block_ids]) for g in plan.remote_prefills]
     tables = [table.tolist() for table in plan.block_tables]
     zeroed = [ids.tolist() for ids in plan.zero_blocks]
-    return repr((plan.request_ids, plan.token_ids.tolist(), tables, zeroed, grants, plan.finished))
+    copies = [copy.copies.tolist() for copy in [*plan.stores, *plan.loads]]
+    return repr((plan.request_ids, plan.token_ids.tolist(), tables, zeroed, copies, grants, plan.finished))
 
 
 MOVES = (
@@ -390,6 +422,7 @@ MOVES = (
     Driver.quiesce_one,
     Driver.retract_one,
     Driver.repeat_late_events,
+    Driver.acknowledge,
 )
 
 
@@ -400,6 +433,8 @@ def play(
     num_moves: int,
     verify_width: int = 1,
     overlap_depth: int = 0,
+    num_host_lcm_blocks: int = 0,
+    has_storage: bool = False,
 ) -> Driver:
     driver = Driver(
         role=role,
@@ -407,6 +442,8 @@ def play(
         chance=random.Random(seed),
         verify_width=verify_width,
         overlap_depth=overlap_depth,
+        num_host_lcm_blocks=num_host_lcm_blocks,
+        has_storage=has_storage,
     )
     for _ in range(num_moves):
         driver.chance.choice(MOVES)(driver)
@@ -423,6 +460,8 @@ def play(
     num_moves=st.integers(1, 250),
     verify_width=st.sampled_from([1, 3]),
     overlap_depth=st.integers(0, 1),
+    num_host_lcm_blocks=st.sampled_from([0, 4, 20]),
+    has_storage=st.booleans(),
 )
 def test_every_history_keeps_the_books_and_comes_to_rest(
     role: sc.Role,
@@ -431,16 +470,23 @@ def test_every_history_keeps_the_books_and_comes_to_rest(
     num_moves: int,
     verify_width: int,
     overlap_depth: int,
+    num_host_lcm_blocks: int,
+    has_storage: bool,
 ) -> None:
-    play(role, groups, seed, num_moves, verify_width, overlap_depth).come_to_rest()
+    has_storage = has_storage and num_host_lcm_blocks > 0
+    play(role, groups, seed, num_moves, verify_width, overlap_depth, num_host_lcm_blocks, has_storage).come_to_rest()
 
 
 @pytest.mark.behaviour("T4")
 def test_equal_histories_give_equal_plans() -> None:
     for role in (sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE):
         for groups in (GROUP_MIXES[2], GROUP_MIXES[-1]):
-            logs = [play(role, groups, 11, 300).log for _ in range(2)]
+            logs = [
+                play(role, groups, 11, 300, num_host_lcm_blocks=num_host_lcm_blocks).log
+                for num_host_lcm_blocks in (0, 0, 8, 8)
+            ]
             assert logs[0] == logs[1]
+            assert logs[2] == logs[3] != logs[0]
             assert sum("r1" in line for line in logs[0]) > 0
 
 

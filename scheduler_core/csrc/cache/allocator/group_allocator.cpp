@@ -15,6 +15,12 @@ void GroupAllocator::Claim(BlockTable& table, std::int64_t num_holes, std::vecto
   }
 }
 
+void GroupAllocator::Extend(BlockTable& table, std::vector<CacheBlockRef> blocks) const {
+  for (CacheBlockRef& block : blocks) {
+    table.Append(std::move(block));
+  }
+}
+
 void GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan,
                              std::vector<std::int32_t>& fresh_ids) const {
   std::optional<std::vector<CacheBlockRef>> blocks = pool_.Acquire(group_, plan.num_blocks, LoadsOf(table));

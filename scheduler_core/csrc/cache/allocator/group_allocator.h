@@ -20,6 +20,9 @@ class GroupAllocator {
   // Appends holes, then shared blocks in slot order. REQUIRES: the table is empty.
   void Claim(BlockTable& table, std::int64_t num_holes, std::vector<CacheBlockRef> hits) const;
 
+  // Appends further blocks of the hit in slot order. REQUIRES: nothing was appended since the claim.
+  void Extend(BlockTable& table, std::vector<CacheBlockRef> blocks) const;
+
   // Carries out a plan with blocks of the pool and appends their ids to `fresh_ids` in slot order.
   // REQUIRES: the pool can provide them (checked by the admission that made the plan).
   void Acquire(BlockTable& table, const AcquirePlan& plan, std::vector<std::int32_t>& fresh_ids) const;

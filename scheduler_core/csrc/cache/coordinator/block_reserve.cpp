@@ -48,7 +48,8 @@ BlockReserve::BlockReserve(BlockPool& pool, std::vector<const PrefixCacheIndex*>
 
 std::int64_t BlockReserve::NumMissing(std::int32_t group, std::int64_t num_more_promised) const {
   const Group& bounded = groups_[Index(group)];
-  const std::int64_t num_held = pool_.num_taken(group) - indexes_[Index(group)]->num_evictable();
+  const std::int64_t num_held =
+      pool_.num_taken(group) - indexes_[Index(group)]->num_evictable() - pool_.num_pinned_only(group);
   return bounded.is_bounded ? bounded.num_promised + num_more_promised - num_held : 0;
 }
 
@@ -85,6 +86,23 @@ std::vector<CacheBlockRef> BlockReserve::Take(std::int32_t group, std::int64_t n
     ++loads[best];
   }
   return blocks;
+}
+
+CacheBlockRef BlockReserve::TakeIn(std::int32_t group, std::int32_t bucket) {
+  Group& bounded = groups_[Index(group)];
+  Ensure(bounded.num_kept > 0, "a request outgrew what it was promised");
+  std::deque<CacheBlockRef>& kept = bounded.kept[Index(bucket)];
+  if (kept.empty()) {
+    CacheBlockRef block = pool_.AcquireIn(group, bucket);
+    if (block) {
+      DropOne(bounded);
+    }
+    return block;
+  }
+  CacheBlockRef block = std::move(kept.front());
+  kept.pop_front();
+  --bounded.num_kept;
+  return block;
 }
 
 void BlockReserve::Settle() noexcept {

@@ -6,10 +6,12 @@
 //
 //   blocks in tables + blocks in reserve = sum of what the live requests were promised,
 //
-// a block that several requests share counting once. Blocks that expire unpublished, or that only the prefix
+// a block that several requests share counting once, and one that only a transfer still holds not at all: it
+// comes back to the pool, not to a table. Blocks that expire unpublished, or that only the prefix
 // cache still holds, leave the left side; a block is then taken back from the pool, which always works,
 // because the one that left can be evicted if nothing better can. So no request that was admitted waits for a
-// block, whoever shares its prefix.
+// block, whoever shares its prefix. The exception is a block that a transfer holds when it leaves: whoever
+// makes it leave sees to it first that the pool has another one.
 //
 // Owned by the coordinator; outlives the leases.
 #pragma once
@@ -77,6 +79,9 @@ class BlockReserve {
   // Prefers buckets in which the caller holds little. REQUIRES: it stays within what it was promised.
   std::vector<CacheBlockRef> Take(std::int32_t group, std::int64_t num_blocks,
                                   std::vector<std::int64_t> loads);
+  // One block in a given bucket, exchanged with the pool if the reserve has none there. Empty, with nothing
+  // changed, if the pool has none there either.
+  CacheBlockRef TakeIn(std::int32_t group, std::int32_t bucket);
 
   // Makes the equation true again after blocks left tables. Evicts if it must.
   void Settle() noexcept;

@@ -36,37 +36,6 @@ std::int64_t MaxGhosts(const BlockPool& pool, const std::vector<std::unique_ptr<
   return max_ghosts;
 }
 
-// Holds a probe's hits so that planning cannot evict them.
-class HitPins {
- public:
-  HitPins(const std::vector<std::unique_ptr<CacheGroup>>& groups, const PrefixProbe& probe)
-      : groups_(groups) {
-    for (const GroupHits& hits : probe.hits) {
-      std::vector<CacheBlockRef>& blocks = blocks_.emplace_back();
-      blocks.reserve(hits.entries.size());
-      for (const CacheEntry* entry : hits.entries) {
-        blocks.push_back(entry->block);
-      }
-    }
-  }
-
-  std::vector<CacheBlockRef> Take(std::size_t group) { return std::move(blocks_[group]); }
-
-  // Drops the pins as if they had never been.
-  void Abandon() {
-    for (std::size_t group = 0; group < blocks_.size(); ++group) {
-      PrefixCacheIndex& index = groups_[group]->index;
-      const std::uint64_t num_releases = index.num_releases();
-      blocks_[group].clear();
-      index.RestoreNumReleases(num_releases);
-    }
-  }
-
- private:
-  const std::vector<std::unique_ptr<CacheGroup>>& groups_;
-  std::vector<std::vector<CacheBlockRef>> blocks_;  // by group
-};
-
 std::vector<std::unique_ptr<CacheGroup>> MakeGroups(std::int32_t prefix_granularity, BlockPool& pool,
                                                     std::vector<CacheGroupSpec> specs) {
   Ensure(!specs.empty(), "a coordinator needs at least one group");
@@ -89,7 +58,8 @@ std::vector<const PrefixCacheIndex*> IndexesOf(const std::vector<std::unique_ptr
 }  // namespace
 
 CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t num_lcm_blocks,
-                                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy)
+                                   std::vector<CacheGroupSpec> specs, EvictionPolicy eviction_policy,
+                                   const TierConfig& tiers)
     : pool_(num_lcm_blocks, PackingOf(specs), ShardCountsOf(specs)),
       groups_(MakeGroups(prefix_granularity, pool_, std::move(specs))),
       reserve_(pool_, IndexesOf(groups_), [this](const EvictionVictim& victim) { Evict(victim); }),
@@ -111,10 +81,20 @@ CacheCoordinator::CacheCoordinator(std::int32_t prefix_granularity, std::int32_t
       reserve_.Bound(static_cast<std::int32_t>(group));
     }
   }
+  AddTiers(tiers);
+}
+
+PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains,
+                                          ProbeScope scope) const {
+  PrefixProbe probe = ProbeDevice(digests, num_grains, scope);
+  if (host_ && scope == ProbeScope::kAllGroups) {
+    ExtendOnHost(probe, num_grains);
+  }
+  return probe;
 }
 
 // The bound only falls, and each group is matched again until it backs the bound itself.
-PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains,
+PrefixProbe CacheCoordinator::ProbeDevice(std::span<const Digest> digests, std::int32_t num_grains,
                                           ProbeScope scope) const {
   PrefixProbe probe;
   probe.hits.resize(groups_.size());
@@ -148,39 +128,9 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const Digest> digests, std::
         static_cast<std::size_t>(bound_grains * groups_[group]->keys.slots_per_grain));
   }
   probe.hit_tokens = bound_grains * prefix_granularity_;
+  probe.device_hit_tokens = probe.hit_tokens;
   probe.digests = digests.first(static_cast<std::size_t>(num_grains));
   return probe;
-}
-
-std::optional<Admission> CacheCoordinator::AdmitFirst(std::span<BlockTable> tables, const PrefixProbe& probe,
-                                                      std::span<const GroupDemand> demands) {
-  HitPins pins(groups_, probe);
-  const std::optional<std::vector<EvictionVictim>> victims =
-      PlanEvictions(pool_, NumMissingFor(demands), indexes_);
-  if (!victims) {
-    pins.Abandon();
-    return std::nullopt;
-  }
-  const std::uint64_t epoch = ++last_epoch_;
-  const PromptUses uses = UsesFor(probe);
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    groups_[group]->allocator.Claim(tables[group], probe.hits[group].first_slot, pins.Take(group));
-    for (const CacheEntry* entry : probe.hits[group].entries) {
-      groups_[group]->index.Touch(*entry, epoch, UseAt(uses, entry->depth_tokens));
-    }
-  }
-  std::for_each(victims->begin(), victims->end(), [this](const EvictionVictim& victim) { Evict(victim); });
-  std::vector<std::int64_t> num_promised;
-  for (const GroupDemand& demand : demands) {
-    num_promised.push_back(demand.num_promised_blocks);
-  }
-  Admission admission{
-      .epoch = epoch, .uses = uses, .reserve = reserve_.Lease(std::move(num_promised)), .fresh_ids = {}};
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    const AcquirePlan plan = groups_[group]->geometry.PlanExtent(tables[group], demands[group].extent);
-    admission.fresh_ids.push_back(Acquire(tables[group], static_cast<std::int32_t>(group), plan));
-  }
-  return admission;
 }
 
 // What the policy makes of an admission's hits and ghosts. REQUIRES: nothing was touched or evicted for it
@@ -263,7 +213,7 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
                                                      const RequestProgress& progress,
                                                      std::int64_t num_computed_tokens,
                                                      std::span<const Extent> extents) {
-  std::vector<std::int64_t> num_missing(groups_.size(), 0);
+  std::vector<std::int64_t> num_missing = NumDetaching(tables, num_computed_tokens);
   for (std::size_t group = 0; group < groups_.size(); ++group) {
     if (groups_[group]->is_closed()) {
       num_missing[group] = groups_[group]->geometry.PlanExtent(tables[group], extents[group]).num_blocks;
@@ -290,15 +240,21 @@ std::optional<Admission> CacheCoordinator::AdmitNext(std::span<BlockTable> table
   return admission;
 }
 
-bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_tokens,
-                              std::vector<std::vector<std::int32_t>>& fresh_ids) {
+bool CacheCoordinator::Secure(std::span<BlockTable> tables, std::int64_t num_computed_tokens,
+                              std::int64_t num_tokens, std::vector<std::vector<std::int32_t>>& fresh_ids) {
   const auto closed = std::span(order_).first(num_closed_);
-  if (std::all_of(closed.begin(), closed.end(),
-                  [&](std::size_t group) { return tables[group].tail_room() >= num_tokens; })) {
+  std::vector<std::int64_t> num_missing = NumDetaching(tables, num_computed_tokens);
+  const bool is_detaching = std::any_of(num_missing.begin(), num_missing.end(),
+                                        [](std::int64_t num_blocks) { return num_blocks > 0; });
+  if (!is_detaching && std::all_of(closed.begin(), closed.end(), [&](std::size_t group) {
+        return tables[group].tail_room() >= num_tokens;
+      })) {
     return true;
   }
-  const std::optional<std::vector<EvictionVictim>> victims =
-      PlanEvictions(pool_, NumMissingToSecure(tables, num_tokens), indexes_);
+  for (const std::size_t group : closed) {
+    num_missing[group] = PlanSecure(tables, group, num_tokens).num_blocks;
+  }
+  const std::optional<std::vector<EvictionVictim>> victims = PlanEvictions(pool_, num_missing, indexes_);
   if (!victims) {
     return false;
   }
@@ -456,8 +412,9 @@ bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::u
     }
     const std::int64_t depth_tokens = (std::int64_t{slot} + 1) * group.spec.block_granularity;
     const BlockUse use = progress.uses == nullptr ? BlockUse{} : UseAt(*progress.uses, depth_tokens);
-    const CacheBlockRef& canonical = group.index.Register(group.keys.KeyOf(progress.digests, slot), own,
-                                                          epoch, depth_tokens, progress.kind, use);
+    const CacheKey key = group.keys.KeyOf(progress.digests, slot);
+    const CacheBlockRef& canonical = group.index.Register(key, own, epoch, depth_tokens, progress.kind, use);
+    QueueStore(group, key, progress.store_scope);
     // A transfer keeps the duplicates it may read. Where blocks are promised by number that would be one more
     // than the promise, so there the duplicate stays in its slot, unpublished.
     if (canonical.block_id() != own.block_id() && (group.is_closed() || !progress.keeps_duplicates)) {
@@ -519,14 +476,18 @@ std::int32_t CacheCoordinator::num_cached_lcm_blocks() const {
 }
 
 bool CacheCoordinator::CanClear() const {
-  return std::all_of(indexes_.begin(), indexes_.end(), [](const PrefixCacheIndex* index) {
-    return index->num_evictable() == index->num_entries();
-  });
+  return (!transfers_ || transfers_->is_idle()) &&
+         std::all_of(indexes_.begin(), indexes_.end(), [](const PrefixCacheIndex* index) {
+           return index->num_evictable() == index->num_entries();
+         });
 }
 
 void CacheCoordinator::Clear() {
   for (const auto& group : groups_) {
     group->index.Clear();
+  }
+  if (transfers_) {
+    transfers_->Clear();
   }
   if (aged_frequency_) {
     aged_frequency_->Clear();

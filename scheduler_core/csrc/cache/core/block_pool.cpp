@@ -40,7 +40,8 @@ BlockPool::BlockPool(std::int32_t num_lcm_blocks, std::vector<std::int32_t> cach
   }
   parents_.resize(Index(num_lcm_blocks) + 1);
   references_.resize(static_cast<std::size_t>(num_children));
-  watched_.resize(static_cast<std::size_t>(num_children));
+  num_standing_.resize(static_cast<std::size_t>(num_children));
+  num_pins_.resize(static_cast<std::size_t>(num_children));
   lowest_free_slots_.resize(parents_.size() * max_shard_count_);
   empty_ring_.resize(Index(num_lcm_blocks));
   for (std::int32_t lcm_block = 1; lcm_block <= num_lcm_blocks; ++lcm_block) {
@@ -75,27 +76,43 @@ std::optional<std::vector<CacheBlockRef>> BlockPool::Acquire(std::int32_t group,
   SecurePlaces(group,
                CeilDiv(std::max<std::int64_t>(0, num_blocks - placement.num_free_slots), placement.packing));
   for (std::int64_t i = 0; i < num_blocks; ++i) {
-    blocks.push_back(Occupy(group, loads));
+    const std::size_t bucket = ChooseBucket(group, loads);
+    blocks.push_back(Occupy(group, bucket));
+    ++loads[bucket];
   }
   return blocks;
 }
 
-CacheBlockRef BlockPool::Occupy(std::int32_t group, std::vector<std::int64_t>& loads) {
-  GroupPlacement& placement = groups_[Index(group)];
-  std::size_t bucket = 0;
-  std::int32_t lcm_block;
+CacheBlockRef BlockPool::AcquireIn(std::int32_t group, std::int32_t bucket) {
+  if (groups_[Index(group)].partial_parents[Index(bucket)].empty() && num_empty_ == 0) {
+    return {};
+  }
+  return Occupy(group, Index(bucket));
+}
+
+std::size_t BlockPool::ChooseBucket(std::int32_t group, const std::vector<std::int64_t>& loads) const {
+  const GroupPlacement& placement = groups_[Index(group)];
   if (placement.num_free_slots == 0) {
+    return static_cast<std::size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
+  }
+  std::size_t bucket = 0;
+  while (placement.partial_parents[bucket].empty()) {
+    ++bucket;
+  }
+  for (std::size_t other = bucket + 1; other < loads.size(); ++other) {
+    if (loads[other] < loads[bucket] && !placement.partial_parents[other].empty()) {
+      bucket = other;
+    }
+  }
+  return bucket;
+}
+
+CacheBlockRef BlockPool::Occupy(std::int32_t group, std::size_t bucket) {
+  GroupPlacement& placement = groups_[Index(group)];
+  std::int32_t lcm_block;
+  if (placement.partial_parents[bucket].empty()) {
     lcm_block = BindEmptyParent(group);
-    bucket = Index(static_cast<std::int32_t>(std::min_element(loads.begin(), loads.end()) - loads.begin()));
   } else {
-    while (placement.partial_parents[bucket].empty()) {
-      ++bucket;
-    }
-    for (std::size_t other = bucket + 1; other < loads.size(); ++other) {
-      if (loads[other] < loads[bucket] && !placement.partial_parents[other].empty()) {
-        bucket = other;
-      }
-    }
     lcm_block = placement.partial_parents[bucket].begin()->second;
     LeavePartial(placement, lcm_block);
   }
@@ -115,7 +132,6 @@ CacheBlockRef BlockPool::Occupy(std::int32_t group, std::vector<std::int64_t>& l
   --placement.num_free_slots;
   ++placement.num_taken;
   ++num_taken_;
-  ++loads[bucket];
   return CacheBlockRef(this, static_cast<std::int32_t>(child),
                        1 + (lcm_block - 1) * placement.packing + slot);
 }
@@ -169,7 +185,7 @@ std::int32_t BlockPool::BindEmptyParent(std::int32_t group) {
 void BlockPool::Vacate(std::int32_t lcm_block, std::int32_t slot) noexcept {
   Parent& parent = parents_[Index(lcm_block)];
   GroupPlacement& placement = groups_[Index(parent.group)];
-  Ensure(watched_[ChildIndex(lcm_block, slot)] == 0, "a watched block was freed");
+  Ensure(num_standing_[ChildIndex(lcm_block, slot)] == 0, "a watched or pinned block was freed");
   if (parent.num_occupied < placement.packing) {
     LeavePartial(placement, lcm_block);
   }
@@ -197,19 +213,27 @@ void BlockPool::Release(std::int32_t child, std::int32_t block_id) noexcept {
   --references;
   if (references == 0) {
     Vacate(child / max_packing_, child % max_packing_);
-  } else if (references == 1 && watched_[Index(child)] != 0) {
-    ReportSoleOwner(child, block_id);
+  } else if (references == num_standing_[Index(child)]) {
+    ReportIdle(child, block_id);
   }
 }
 
-void BlockPool::ReportSoleOwner(std::int32_t child, std::int32_t block_id) noexcept {
+void BlockPool::ReportIdle(std::int32_t child, std::int32_t block_id) noexcept {
+  if (num_pins_[Index(child)] > 0) {
+    ++PlacementOf(child).num_pinned_only;
+    return;
+  }
   AddWatchedOnlyChild(child, 1);
-  ObserverOf(child)->OnSoleOwner(block_id);
+  PlacementOf(child).observer->OnSoleOwner(block_id);
 }
 
-void BlockPool::ReportShared(std::int32_t child, std::int32_t block_id) noexcept {
+void BlockPool::ReportUsed(std::int32_t child, std::int32_t block_id) noexcept {
+  if (num_pins_[Index(child)] > 0) {
+    --PlacementOf(child).num_pinned_only;
+    return;
+  }
   AddWatchedOnlyChild(child, -1);
-  ObserverOf(child)->OnShared(block_id);
+  PlacementOf(child).observer->OnShared(block_id);
 }
 
 void BlockPool::AddWatchedOnlyChild(std::int32_t child, std::int32_t change) noexcept {
@@ -225,19 +249,42 @@ void BlockPool::SetObserver(std::int32_t group, SharingObserver* observer) {
 }
 
 void BlockPool::Watch(const CacheBlockRef& block) {
-  Ensure(block.pool_ == this && ObserverOf(block.child_) != nullptr,
+  Ensure(block.pool_ == this && PlacementOf(block.child_).observer != nullptr,
          "a block was watched without an observer");
-  watched_[Index(block.child_)] = 1;
-  if (references_[Index(block.child_)] == 1) {
-    ReportSoleOwner(block.child_, block.block_id());
-  }
+  ChangeStanding(block, 1, 0);
 }
 
 void BlockPool::Unwatch(const CacheBlockRef& block) {
-  if (references_[Index(block.child_)] == 1) {
-    ReportShared(block.child_, block.block_id());
+  ChangeStanding(block, -1, 0);
+}
+
+void BlockPool::Pin(const CacheBlockRef& block) {
+  Ensure(block.pool_ == this, "a block of another pool was pinned");
+  ChangeStanding(block, 0, 1);
+}
+
+void BlockPool::Unpin(const CacheBlockRef& block) noexcept {
+  ChangeStanding(block, 0, -1);
+}
+
+void BlockPool::ChangeStanding(const CacheBlockRef& block, std::int32_t watch_change,
+                               std::int32_t pin_change) noexcept {
+  const std::int32_t child = block.child_;
+  if (IsIdle(child)) {
+    ReportUsed(child, block.block_id());
   }
-  watched_[Index(block.child_)] = 0;
+  num_standing_[Index(child)] =
+      static_cast<std::uint8_t>(num_standing_[Index(child)] + watch_change + pin_change);
+  num_pins_[Index(child)] = static_cast<std::uint8_t>(num_pins_[Index(child)] + pin_change);
+  PlacementOf(child).num_pins += pin_change;
+  if (IsIdle(child)) {
+    ReportIdle(child, block.block_id());
+  }
+}
+
+bool BlockPool::IsPinnedBehind(const CacheBlockRef& block) const {
+  return block && num_pins_[Index(block.child_)] > 0 &&
+         references_[Index(block.child_)] == num_standing_[Index(block.child_)] + 1;
 }
 
 void BlockPool::PushEmpty(std::int32_t lcm_block) noexcept {

@@ -110,6 +110,8 @@ class PrefixCacheIndex final : public SharingObserver {
   void Touch(const CacheEntry& entry, std::uint64_t epoch, const BlockUse& use = {});
   // Takes an evictable entry out; its block becomes free.
   void Evict(const CacheEntry& entry);
+  // Takes out an entry whose content turned out not to be there, whoever holds its block.
+  void Withdraw(const CacheEntry& entry) { Evict(entry); }
   // Takes every entry out. REQUIRES: all are evictable.
   void Clear();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -21,6 +22,7 @@ from node_runtime.engine.messages import (
     PostEvents,
     RequestAdmitted,
     RequestFailed,
+    RequestRetracted,
     StopRule,
     SubmitRequest,
     TokenGenerated,
@@ -57,11 +59,15 @@ class Bench:
             on_fatal=self.fatal.append,
         )
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4, **stop: object) -> None:
+    def submit(
+        self, request_id: str, prompt: list[int], max_tokens: int = 4, *, is_declared: bool = True, **stop: object
+    ) -> None:
+        """With `is_declared` False the scheduler does not know how long the completion may get."""
         updates = self.updates.setdefault(request_id, [])
+        max_new_tokens = max_tokens if is_declared else None
         self.loop.post(
             SubmitRequest(
-                spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=max_tokens),
+                spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=max_new_tokens),
                 sampling=SamplingParams(),
                 stop=None if self.role is Role.PREFILL else StopRule(max_new_tokens=max_tokens, **stop),
                 sink=updates.append,
@@ -70,6 +76,27 @@ class Bench:
 
     def run(self) -> None:
         self.loop.run_until_idle()
+
+    def run_with_peers(self, prompts: dict[str, list[int]]) -> None:
+        """Decode role: peers that fill what they are granted and tell the first token."""
+        self.loop.post(PostEvents(events=tuple(map(ReadyEvent, prompts))))
+        waiting = dict(prompts)
+        while waiting:
+            self.run()
+            granted = [name for name in waiting if GrantOffered in self.kinds(name)]
+            assert granted, "nobody was granted anything"
+            for request_id in granted:
+                self._fill(request_id, waiting.pop(request_id))
+        self.run()
+
+    def _fill(self, request_id: str, prompt: list[int]) -> None:
+        offer = next(update for update in self.updates[request_id] if isinstance(update, GrantOffered))
+        table = self.core.scheduler.block_tables(request_id)[0].tolist()
+        for position in range(offer.from_token, len(prompt)):
+            for field_id in itertools.chain(*self.executor.stages):
+                self.executor.arena.write_row(field_id, table, position, prompt[position])
+        first = SampledToken(token_id=expected_tokens(prompt, 1)[0])
+        self.loop.post(AcceptFirstToken(request_id=request_id, token=first))
 
     def tokens(self, request_id: str) -> list[int]:
         return [update.token.token_id for update in self.updates[request_id] if isinstance(update, TokenGenerated)]
@@ -325,3 +352,22 @@ def test_an_idle_engine_sleeps_and_wakes_for_a_command() -> None:
 def test_a_stop_rule_without_a_token_cannot_be_made(max_new_tokens: int) -> None:
     with pytest.raises(ValueError, match=str(max_new_tokens)):
         StopRule(max_new_tokens=max_new_tokens)
+
+
+@pytest.mark.parametrize("role", [Role.FUSED, Role.DECODE])
+def test_requests_that_gave_way_go_on_without_a_seam(role: Role) -> None:
+    bench = Bench(role, num_lcm_blocks=12)
+    prompts = {f"r{index}": [*PROMPT[:6], index] for index in range(4)}
+    for request_id, prompt in prompts.items():
+        bench.submit(request_id, prompt, max_tokens=18, is_declared=False)
+    if role is Role.DECODE:
+        bench.run_with_peers(prompts)
+    else:
+        bench.run()
+    for request_id, prompt in prompts.items():
+        assert bench.tokens(request_id) == expected_tokens(prompt, 18)
+        assert bench.kinds(request_id).count(GenerationEnded) == 1
+    num_retractions = bench.loop.snapshot.num_retractions
+    assert num_retractions > 0
+    assert num_retractions == sum(bench.kinds(request_id).count(RequestRetracted) for request_id in prompts)
+    bench.assert_empty()
