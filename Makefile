@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-mesh bench-scheduler bench-trace clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-mesh bench-model bench-scheduler bench-trace clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ format: setup ## rewrite sources in the project's format
 
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 	@$(BIN)/python bench/bench_mesh.py
+
+bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, LLAMA_CPP=python that has xllamacpp)
+	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP))
 
 bench-scheduler: setup ## CPU time per scheduled request
 	@$(BIN)/python bench/bench_scheduler.py

@@ -61,6 +61,18 @@ class CacheArena:
         except KeyError:
             raise UnknownFieldError(f'field "{field_id}" is not in the arena\'s plan') from None
 
+    def rows(self, field_id: str) -> torch.Tensor:
+        """[num_rows, *row_shape] view of a history field as one array of rows.
+
+        Block b holds the rows from b * block_stride_rows on. Rows between blocks belong to other fields of the group:
+        only write locations and pages that the mapping made may be used as indices. Raises UnknownFieldError.
+        """
+        view = self.field(field_id)
+        field = self._plan.field(field_id)
+        stride_rows = self._plan.layout.block_stride_rows(self._plan.group_layout(field.group_id))
+        num_rows = (field.num_blocks - 1) * stride_rows + field.block_shape[0]
+        return view.as_strided((num_rows, *view.shape[2:]), view.stride()[1:])
+
     def zero_blocks(self, group_id: str, block_ids: npt.ArrayLike) -> None:
         """Clear all fields of the given physical blocks, in the order of the current stream.
 
@@ -75,10 +87,12 @@ class CacheArena:
 
 
 def _field_view(buffer: torch.Tensor, field: CacheFieldLayout) -> torch.Tensor:
-    num_bytes = field.num_blocks * field.block_stride_bytes
+    num_bytes = (field.num_blocks - 1) * field.block_stride_bytes + field.block_bytes
     flat = buffer[field.offset_bytes : field.offset_bytes + num_bytes].view(TORCH_DTYPES[field.dtype])
-    num_elements = field.block_bytes // flat.element_size()
-    return flat.view(field.num_blocks, -1)[:, :num_elements].view(field.num_blocks, *field.block_shape)
+    block_strides = torch.empty(field.block_shape, device="meta").stride()
+    return flat.as_strided(
+        (field.num_blocks, *field.block_shape), (field.block_stride_bytes // flat.element_size(), *block_strides)
+    )
 
 
 def _checked_block_ids(group_id: str, block_ids: npt.NDArray[np.generic], num_blocks: int) -> npt.NDArray[np.int64]:

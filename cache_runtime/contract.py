@@ -10,18 +10,23 @@ from dataclasses import dataclass
 
 from cache_runtime.errors import UnknownGroupError
 from cache_runtime.recipes.plan import CacheGroupLayout, CacheMemoryPlan
-from cache_runtime.recipes.spec import CacheGroupSpec
+from cache_runtime.recipes.spec import CacheFamily, CacheGroupSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupContract:
-    """One group's published geometry. Both counts include the null block 0."""
+    """One group's published geometry. Both counts include the null block 0.
+
+    `block_stride_rows` is how many rows lie between the first rows of neighbouring blocks, at least those of a block;
+    None for a state group, which has no rows.
+    """
 
     spec: CacheGroupSpec
     packing: int
     virtual_packing: int
     num_blocks: int
     num_virtual_blocks: int
+    block_stride_rows: int | None
 
     @property
     def group_id(self) -> str:
@@ -46,7 +51,7 @@ class CacheRuntimeContract:
         return cls(
             prefix_granularity=plan.prefix_granularity,
             num_lcm_blocks=plan.num_lcm_blocks,
-            groups=tuple(_publish(group, plan.num_lcm_blocks) for group in plan.layout.groups),
+            groups=tuple(_publish(group, plan) for group in plan.layout.groups),
         )
 
     def group(self, group_id: str) -> CacheGroupContract:
@@ -61,13 +66,14 @@ class CacheRuntimeContract:
         return tuple(group.group_id for group in self.groups)
 
 
-def _publish(group: CacheGroupLayout, num_lcm_blocks: int) -> CacheGroupContract:
+def _publish(group: CacheGroupLayout, plan: CacheMemoryPlan) -> CacheGroupContract:
     packing = group.cache_blocks_per_lcm_block
     virtual_packing = packing * group.spec.shard_count
     return CacheGroupContract(
         spec=group.spec,
         packing=packing,
         virtual_packing=virtual_packing,
-        num_blocks=num_lcm_blocks * packing + 1,
-        num_virtual_blocks=num_lcm_blocks * virtual_packing + 1,
+        num_blocks=plan.num_lcm_blocks * packing + 1,
+        num_virtual_blocks=plan.num_lcm_blocks * virtual_packing + 1,
+        block_stride_rows=plan.layout.block_stride_rows(group) if group.spec.family is CacheFamily.HISTORY else None,
     )

@@ -65,6 +65,12 @@ def bind_cache_groups(layers: Iterable[PagedAttention], plan: CacheMemoryPlan) -
     Raises CacheConfigError, before any layer is stamped, for a layer without planned keys or one that sees further back
     than its group retains.
     """
+    for layer, group_id in check_cache_groups(layers, plan):
+        layer.bind(group_id)
+
+
+def check_cache_groups(layers: Iterable[PagedAttention], plan: CacheMemoryPlan) -> list[tuple[PagedAttention, str]]:
+    """Each layer with the group it would be bound to; needs a plan and no arena. Raises like `bind_cache_groups`."""
     groups = history_group_by_layer(plan)
     bindings: list[tuple[PagedAttention, str]] = []
     for layer in layers:
@@ -73,8 +79,7 @@ def bind_cache_groups(layers: Iterable[PagedAttention], plan: CacheMemoryPlan) -
         group_id = groups[layer.layer]
         _check_retention_covers(layer, plan.group_layout(group_id).spec)
         bindings.append((layer, group_id))
-    for layer, group_id in bindings:
-        layer.bind(group_id)
+    return bindings
 
 
 def _check_retention_covers(layer: PagedAttention, spec: CacheGroupSpec) -> None:

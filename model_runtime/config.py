@@ -49,10 +49,27 @@ RopeScaling = Llama3RopeScaling | RopeFrequencyDivisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingLayers:
+    """Which layers see a window only: the last `window_tokens` tokens, a token's own included.
+
+    They turn by a rotary base of their own, unscaled. Raises ValueError naming the field.
+    """
+
+    is_sliding: tuple[bool, ...]
+    window_tokens: int
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        _require_positive("sliding.window_tokens", self.window_tokens)
+        _require_positive("sliding.rope_theta", self.rope_theta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a model; `architecture` is a key of the registry.
 
-    Raises ValueError naming the field and its value.
+    `attention_scale` is what scores are multiplied by, head_dim ** -0.5 where it is None. `sliding` None: every layer
+    sees everything. Raises ValueError naming the field and its value.
     """
 
     architecture: str
@@ -68,6 +85,8 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    attention_scale: float | None = None
+    sliding: SlidingLayers | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -90,9 +109,21 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         self._check_rope_scaling()
+        if self.attention_scale is not None:
+            _require_positive("attention_scale", self.attention_scale)
+        if self.sliding is not None and len(self.sliding.is_sliding) != self.num_layers:
+            raise ValueError(
+                f"sliding.is_sliding names {len(self.sliding.is_sliding)} layers, num_layers is {self.num_layers}"
+            )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"special token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    def window_left_tokens(self, layer: int) -> int | None:
+        """Tokens before its own that a token of the layer sees; None for all of them."""
+        if self.sliding is None or not self.sliding.is_sliding[layer]:
+            return None
+        return self.sliding.window_tokens - 1
 
     def _check_rope_scaling(self) -> None:
         scaling, num_frequencies = self.rope_scaling, self.head_dim // 2
@@ -101,6 +132,13 @@ class ModelConfig:
                 f"rope_scaling has {len(scaling.divisors)} divisors, head_dim {self.head_dim} has "
                 f"{num_frequencies} frequencies"
             )
+
+
+def every_nth_layer_full(num_layers: int, period: int) -> tuple[bool, ...]:
+    """Which layers slide when the last of every `period` sees everything. Raises ValueError for a period below 1."""
+    if period < 1:
+        raise ValueError(f"sliding_window_pattern must be at least 1, got {period}")
+    return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
 def _require_positive(name: str, value: float) -> None:

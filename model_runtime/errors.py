@@ -14,5 +14,9 @@ class CheckpointError(ModelError):
     """
 
 
+class UnsupportedWeightsError(ModelError):
+    """Weights asked to stay quantised that the file or the kernels do not have so; names the tensor and its kind."""
+
+
 class UnsupportedDtypeError(ModelError, ValueError):
     """A compute dtype for which the device has no kernels; names the dtype and those it has."""

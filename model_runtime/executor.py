@@ -17,17 +17,19 @@ import torch
 from cache_runtime.arena import CacheArena
 from cache_runtime.device import CpuDevice
 from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
-from cache_runtime.layer_binding import bind_cache_groups
+from cache_runtime.layer_binding import PagedAttention, bind_cache_groups, check_cache_groups
 from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.pools.kv_pool import KvPool
 from cache_runtime.recipes.plan import CacheMemoryPlan
+from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
-from model_runtime.layers.attention import AttentionContext
+from model_runtime.layers.attention import AttentionContext, declare_attention
 from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
+from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
 
 class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
@@ -44,8 +46,9 @@ class ModelExecutor:
 
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. Raises CacheConfigError, UnsupportedDtypeError or ValueError for settings that cannot work, before any
-    weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises
+    CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or ValueError for settings that cannot work, before
+    any weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
     """
 
     def __init__(
@@ -55,14 +58,22 @@ class ModelExecutor:
         memory_bytes: int,
         prefix_granularity: int,
         dtype: str = "float32",
+        weights: WeightChoice = WeightChoice.AUTO,
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
+        scheduler_limits: SchedulerLimits | None = None,
     ) -> None:
         family = find_family(checkpoint.config.architecture)
         torch_dtype = compute_dtype(dtype)
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
         backend = cpu_backend(num_threads)
-        budget = CacheBudget(memory_bytes=memory_bytes, prefix_granularity=prefix_granularity, dtype=dtype)
+        budget = CacheBudget(
+            memory_bytes=memory_bytes,
+            prefix_granularity=prefix_granularity,
+            dtype=dtype,
+            scheduler_limits=scheduler_limits,
+        )
+        source = apply_choice(weights, checkpoint.source, backend.kernels)
         setup = family.cache_recipe(checkpoint.config, budget).setup()
         page_sizes = {
             group.group_id: resolve_kernel_page_size(
@@ -70,17 +81,21 @@ class ModelExecutor:
             )
             for group in setup.plan.groups
         }
+        # Here, where nothing is allocated yet; the model's own layers are bound once they exist.
+        check_cache_groups(_declared_layers(checkpoint.config), setup.plan)
         # Torch's own threads spin between operations and would hold the cores that the native kernels' threads, and
         # other nodes on this machine, need; what is left to torch is too small to share.
         torch.set_num_threads(1)
         self._config = checkpoint.config
         self._stages = setup.producer_fields_by_step
+        self._token_capacity = setup.token_capacity
         self._kernels = backend.kernels
         self._arena = CacheArena(setup.plan, CpuDevice())
         self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes)
         with torch.inference_mode():
-            self._model = family.build(checkpoint.config, checkpoint.source, torch_dtype, backend.kernels)
+            self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
+        self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.attention_layers, setup.plan)
 
     @property
@@ -94,6 +109,15 @@ class ModelExecutor:
     @property
     def plan(self) -> CacheMemoryPlan:
         return self._arena.plan
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that the arena holds at most."""
+        return self._token_capacity
+
+    @property
+    def weights(self) -> WeightFacts:
+        return self._weights
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -137,6 +161,10 @@ class ModelExecutor:
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
+
+
+def _declared_layers(config: ModelConfig) -> tuple[PagedAttention, ...]:
+    return tuple(declare_attention(layer, config) for layer in range(config.num_layers))
 
 
 def _ignore_stage(_: int) -> None:

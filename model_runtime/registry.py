@@ -13,12 +13,15 @@ from cache_runtime.kernel_page_sizes import CPU_PAGED
 from cache_runtime.layer_binding import PagedAttention
 from cache_runtime.recipes.base import CacheRecipe
 from cache_runtime.recipes.dense import DenseCacheRecipe
+from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
+from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError, UnsupportedDtypeError
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels import _native
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layers.attention import AttentionContext
+from model_runtime.models.gemma3 import Gemma3Model, gemma3_tensor_shapes
 from model_runtime.models.llama import LlamaModel, llama_tensor_shapes
 from model_runtime.weights import Shape, TensorSource
 
@@ -35,11 +38,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBudget:
-    """What a recipe is given besides the model: bytes for the arena and tokens per prefix grain."""
+    """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it."""
 
     memory_bytes: int
     prefix_granularity: int
     dtype: str
+    scheduler_limits: SchedulerLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ def _dense_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
     return DenseCacheRecipe(
         prefix_granularity=budget.prefix_granularity,
         memory_bytes=budget.memory_bytes,
+        scheduler_limits=budget.scheduler_limits,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -89,10 +94,29 @@ def _dense_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
     )
 
 
+def _sliding_full_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
+    if config.sliding is None:
+        return _dense_recipe(config, budget)
+    return SlidingFullCacheRecipe(
+        prefix_granularity=budget.prefix_granularity,
+        memory_bytes=budget.memory_bytes,
+        scheduler_limits=budget.scheduler_limits,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=budget.dtype,
+        is_sliding=config.sliding.is_sliding,
+        sliding_window_tokens=config.sliding.window_tokens,
+    )
+
+
 _FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily(
             tensor_shapes=llama_tensor_shapes, cache_recipe=_dense_recipe, build=LlamaModel
+        ),
+        "Gemma3ForCausalLM": ModelFamily(
+            tensor_shapes=gemma3_tensor_shapes, cache_recipe=_sliding_full_recipe, build=Gemma3Model
         ),
     }
 )

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
-from model_runtime.hf_config import read_hf_config, read_json_object
+from model_runtime.hf_config import read_hf_config
+from model_runtime.hf_keys import read_json_object
 from model_runtime.weights import Shape
 
 _SINGLE_FILE = "model.safetensors"
@@ -67,6 +68,12 @@ class SafetensorsSource:
 
     def stored_name(self, name: str) -> str:
         return name
+
+    def quantization(self, name: str) -> str | None:
+        return None
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        raise CheckpointError(f'{self._path}: tensor "{name}" is not quantised')
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
         file = self._tensors[name].file

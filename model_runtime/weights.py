@@ -7,6 +7,7 @@ format maps them. Knows no model family and allocates nothing but what the calle
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
+from model_runtime.kernels.interface import Kernels, PackedWeight
 
 Shape = tuple[int, ...]
 
@@ -38,8 +40,14 @@ class TensorSource(Protocol):
     def stored_name(self, name: str) -> str:
         """What the file calls the tensor, for messages."""
 
+    def quantization(self, name: str) -> str | None:
+        """GGUF name, such as Q4_1, of how the tensor is quantised; None for plain numbers."""
+
     def read_into(self, name: str, destination: torch.Tensor) -> None:
         """Fill `destination`, which has the tensor's shape, converting to its dtype. Raises CheckpointError."""
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        """A quantised matrix's blocks, uint8[rows, bytes of a row], rows in the order of `read_into`."""
 
 
 def check_tensors(source: TensorSource, needed: Mapping[str, Shape]) -> None:
@@ -72,3 +80,25 @@ def read_stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtyp
         source.read_into(name, stacked[begin : begin + shape[0]])
         begin += shape[0]
     return stacked
+
+
+def pack_stacked(
+    source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, kernels: Kernels
+) -> tuple[PackedWeight, ...]:
+    """Matrices of equal width under one another, packed in as few parts as their quantizations allow.
+
+    What the kernels can keep quantised stays so. Raises CheckpointError for blocks that are no numbers.
+    """
+    parts: list[PackedWeight] = []
+    for quantization, group in groupby(names, key=source.quantization):
+        members = tuple(group)
+        if quantization is None or quantization not in kernels.quantizations:
+            parts.append(kernels.pack(read_stacked(source, members, dtype)))
+            continue
+        blocks = torch.cat([source.read_blocks(name) for name in members])
+        try:
+            parts.append(kernels.pack_blocks(blocks, quantization))
+        except ValueError as error:
+            stored = ", ".join(f'"{source.stored_name(name)}"' for name in members)
+            raise CheckpointError(f"{source.path}: tensor {stored} cannot be read: {error}") from error
+    return tuple(parts)

@@ -18,6 +18,7 @@ from node_runtime.errors import BadConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+WeightsName = Literal["auto", "float32", "quantized"]
 DataPlaneName = Literal["mooncake", "memory"]
 TransferProtocol = Literal["tcp", "rdma"]
 EvictionPolicyName = Literal["lru", "aged_frequency"]
@@ -141,11 +142,16 @@ class NodeConfig(BaseModel):
 class ComputeNodeConfig(NodeConfig):
     """What every node that runs the model needs: prefill, decode and fused."""
 
-    model: str = Field(min_length=1, description="GGUF file, safetensors directory, or the alias smollm2.")
+    model: str = Field(min_length=1, description="GGUF file, safetensors directory, or an alias: smollm2, gemma3.")
     served_model_name: str = Field(
         default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
     )
-    dtype: DtypeName = Field(default="float32", description="Element type of weights, activations and cache.")
+    dtype: DtypeName = Field(default="float32", description="Element type of activations and cache.")
+    weights: WeightsName = Field(
+        default="auto",
+        description="Weights in memory: float32, quantized as in the file, or auto: quantized where there is a kernel. "
+        "Results are the same.",
+    )
     memory: ByteSize = Field(
         default=parse_size("1GiB"), ge=2**20, description="Size of the cache arena, e.g. 512MiB or 4GiB."
     )

@@ -14,10 +14,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from model_runtime.text.errors import TokenizerError
+from model_runtime.text.tokenizer import has_chat_template
+from node_runtime.errors import BadConfig
 from pdmesh_cli.child import LogSink
 from pdmesh_cli.client import AsyncPdmeshClient
 from pdmesh_cli.client_types import Delta, Finish
-from pdmesh_cli.demo_requests import DEMO_REQUESTS, DemoRequest
+from pdmesh_cli.demo_requests import CHAT_REQUESTS, COMPLETION_REQUESTS, DemoRequest
 from pdmesh_cli.generate import stream_answer
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
 from pdmesh_cli.report import counted, num_cached_tokens, request_report, summary_table
@@ -40,13 +43,14 @@ async def run_demo(options: UpOptions, console: Console, *, verbose: bool) -> No
     begun_s = time.monotonic()
     model_path = provide_model(options.model, console)
     console.print(f"model      {model_path}", highlight=False, soft_wrap=True)
+    requests = requests_for(model_path)
     with cancelled_by_signals(), FileLogs(default_log_dir()) as files:
         sink: LogSink = ConsoleLogs(console) if verbose else files
         if not verbose:
             console.print(f"logs       {files.directory}", highlight=False, soft_wrap=True)
         async with running_mesh(options, model_path, sink, console) as running:
             console.print(f"started in {time.monotonic() - begun_s:.1f} s")
-            finished = await running.mesh.run(_answer_all(running, console))
+            finished = await running.mesh.run(_answer_all(requests, running, console))
             console.print()
             console.print(Rule("summary", align="left"))
             console.print(summary_table(finished))
@@ -61,12 +65,22 @@ def _print_cache_remark(finished: Sequence[tuple[str, Finish]], console: Console
         console.print(f"{counted(num_cached, 'prompt token')} came from a prefix cache and were not computed again")
 
 
-async def _answer_all(running: RunningMesh, console: Console) -> list[tuple[str, Finish]]:
+def requests_for(model_path: Path) -> Sequence[DemoRequest]:
+    """Questions for a model that takes chats, beginnings for another. Raises BadConfig for a file that is no model."""
+    try:
+        return CHAT_REQUESTS if has_chat_template(model_path) else COMPLETION_REQUESTS
+    except TokenizerError as error:
+        raise BadConfig(str(error)) from None
+
+
+async def _answer_all(
+    requests: Sequence[DemoRequest], running: RunningMesh, console: Console
+) -> list[tuple[str, Finish]]:
     finished: list[tuple[str, Finish]] = []
     async with AsyncPdmeshClient(running.router.address) as client:
-        for index, request in enumerate(DEMO_REQUESTS):
+        for index, request in enumerate(requests):
             console.print()
-            console.print(Rule(f"{index + 1}/{len(DEMO_REQUESTS)}  {request.title}", align="left"))
+            console.print(Rule(f"{index + 1}/{len(requests)}  {request.title}", align="left"))
             finish = await _answer(client, request, running, console)
             finished.append((request.title, finish))
     return finished

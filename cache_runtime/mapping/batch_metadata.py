@@ -68,6 +68,8 @@ class CacheBatchMetadata:
             _check_table(group, table, plan.num_rows)
             if group.spec.family is CacheFamily.HISTORY:
                 _check_written_slots(group, table, begins, input_lengths)
+                if not group.spec.replayable:
+                    _check_read_slots(group, table, begins, input_lengths)
         return cls(
             contract=contract,
             num_rows=plan.num_rows,
@@ -119,4 +121,25 @@ def _check_written_slots(
         raise BatchContractError(
             f'group "{group.group_id}": row {row} writes positions [{begins[row]}, {begins[row] + input_lengths[row]}) '
             f"without a block for every slot of [{begin_slots[row]}, {end_slots[row]})"
+        )
+
+
+def _check_read_slots(
+    group: CacheGroupContract, table: Int32Array, begins: Int32Array, input_lengths: Int32Array
+) -> None:
+    """Every retained token before the forward needs storage: a hole would be read as the rows of the null block.
+
+    A replayable group is exempt, because after a hit its rows are visible from the replayed tokens on only.
+    """
+    window_tokens = group.spec.sliding_window_tokens
+    oldest = np.zeros_like(begins) if window_tokens is None else np.maximum(begins - (window_tokens - 1), 0)
+    begin_slots = oldest // group.block_granularity
+    end_slots = np.where(input_lengths > 0, -(-begins // group.block_granularity), 0)
+    slots = np.arange(table.shape[1], dtype=np.int32)
+    missing = ((slots >= begin_slots[:, None]) & (slots < end_slots[:, None]) & (table <= HOLE_BLOCK_ID)).any(axis=1)
+    if missing.any():
+        row = int(missing.argmax())
+        raise BatchContractError(
+            f'group "{group.group_id}": row {row} reads positions [{oldest[row]}, {begins[row]}) without a block for '
+            f"every slot of [{begin_slots[row]}, {end_slots[row]})"
         )

@@ -1,6 +1,6 @@
 """Expansion of block tables into kernel-page tables: the single subdivision of block_granularity.
 
-Pure functions over arrays. Ratio one is the same path: it keeps block ids and clears holes and padding.
+Pure functions over arrays. Ratio one is the same path: it clears holes and padding and keeps ids that are a page apart.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ DUMMY_PAGE_ID = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupGeometry:
-    """How a group's blocks are read by its kernel; both spans in tokens.
+    """How a group's blocks are read by its kernel; both spans in tokens, one row per token.
 
-    Raises CacheConfigError when a kernel page does not divide the block.
+    `block_stride_rows` is the distance of neighbouring blocks, at least a block's rows. Raises CacheConfigError when a
+    kernel page divides neither block nor distance.
     """
 
     group_id: str
     block_granularity: int
     kernel_page_size: int
+    block_stride_rows: int
 
     def __post_init__(self) -> None:
         if self.kernel_page_size < 1 or self.block_granularity % self.kernel_page_size:
@@ -34,25 +36,45 @@ class CacheGroupGeometry:
                 f'group "{self.group_id}": kernel_page_size {self.kernel_page_size} must divide '
                 f"block_granularity {self.block_granularity}"
             )
+        if self.block_stride_rows < self.block_granularity or self.block_stride_rows % self.kernel_page_size:
+            raise CacheConfigError(
+                f'group "{self.group_id}": block_stride_rows {self.block_stride_rows} must be at least '
+                f"block_granularity {self.block_granularity} and a multiple of kernel_page_size {self.kernel_page_size}"
+            )
 
     @classmethod
     def of(cls, group: CacheGroupContract, kernel_page_size: int) -> CacheGroupGeometry:
+        """Raises CacheConfigError also for a group without one row per token."""
+        if group.block_stride_rows is None or group.spec.entry_stride_tokens != 1:
+            raise CacheConfigError(
+                f'group "{group.group_id}": entry_stride_tokens {group.spec.entry_stride_tokens} is not supported by '
+                "paged attention, only 1"
+            )
         return cls(
-            group_id=group.group_id, block_granularity=group.block_granularity, kernel_page_size=kernel_page_size
+            group_id=group.group_id,
+            block_granularity=group.block_granularity,
+            kernel_page_size=kernel_page_size,
+            block_stride_rows=group.block_stride_rows,
         )
 
     @property
     def pages_per_block(self) -> int:
         return self.block_granularity // self.kernel_page_size
 
+    @property
+    def block_stride_pages(self) -> int:
+        """Kernel pages from one block to the next."""
+        return self.block_stride_rows // self.kernel_page_size
 
-def expand_block_table(block_table: Int32Array, pages_per_block: int) -> Int32Array:
+
+def expand_block_table(block_table: Int32Array, pages_per_block: int, block_stride_pages: int) -> Int32Array:
     """int32[rows, slots] of block ids -> int32[rows, slots * pages_per_block] of kernel page ids.
 
-    Block b > 0 becomes pages [b * ratio, (b + 1) * ratio); holes (0) and padding (-1) become the dummy page.
+    Block b > 0 becomes the `pages_per_block` pages from b * block_stride_pages on; holes (0) and padding (-1) become
+    the dummy page.
     """
-    pages = np.repeat(block_table * np.int32(pages_per_block), pages_per_block, axis=1)
+    pages = np.repeat(block_table * np.int32(block_stride_pages), pages_per_block, axis=1)
     pages += np.tile(np.arange(pages_per_block, dtype=np.int32), block_table.shape[1])
     # The null block and padding expand to ids below the first page of block 1.
-    pages[pages < pages_per_block] = DUMMY_PAGE_ID
+    pages[pages < block_stride_pages] = DUMMY_PAGE_ID
     return pages

@@ -82,10 +82,11 @@ class CacheGroupRouter:
 
     def _route_group(self, geometry: CacheGroupGeometry, metadata: CacheBatchMetadata) -> RoutedGroup:
         table = metadata.block_tables[geometry.group_id]
-        locations = span_write_locations(table, metadata.begins, metadata.input_lengths, geometry.block_granularity)
+        locations = span_write_locations(table, metadata.begins, metadata.input_lengths, geometry)
+        pages = expand_block_table(table, geometry.pages_per_block, geometry.block_stride_pages)
         return RoutedGroup(
             geometry=geometry,
-            page_table=self._device.upload(expand_block_table(table, geometry.pages_per_block)),
+            page_table=self._device.upload(pages),
             write_locations=self._device.upload(locations),
         )
 

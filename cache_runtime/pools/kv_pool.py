@@ -30,7 +30,7 @@ class KvPool:
         self._v_buffers = tuple(_rows(arena, layer_field_id(layer, "v")) for layer in layers)
 
     def k_buffer(self, layer: int) -> torch.Tensor:
-        """[num_blocks * block_granularity, num_kv_heads, head_dim] keys of a layer; row indices are write locations."""
+        """[num_rows, num_kv_heads, head_dim] keys of a layer; row indices are write locations."""
         return self._k_buffers[self._position(layer)]
 
     def v_buffer(self, layer: int) -> torch.Tensor:
@@ -47,4 +47,4 @@ class KvPool:
 def _rows(arena: CacheArena, field_id: str) -> torch.Tensor:
     field = arena.plan.field(field_id)
     check_row_field(arena.plan.group_layout(field.group_id).spec, field_id, field.block_shape)
-    return arena.field(field_id).flatten(0, 1)
+    return arena.rows(field_id)

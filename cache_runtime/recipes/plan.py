@@ -2,16 +2,18 @@
 
 Torch-free, because a `CacheMemoryPlan` travels to peers. Knows no device, model or scheduler object.
 
-Geometry. Field j of every group lives in plane j, so groups time-share the planes of a parent. In plane j a parent
-spans `plane_bytes[j]`, which holds `cache_blocks_per_lcm_block` (k) equal block strides of whichever group is bound to
-it. All parents of a plane are contiguous; parent 0 is the null parent. Block `1 + (parent - 1) * k + slot` of any
-group therefore lies at `offset + id * stride` with `offset = plane base + plane_bytes - stride`: the null block 0 is
-the last stride of the null parent, and a group's blocks need no parent arithmetic to be addressed.
+Geometry. A parent spans `plane_bytes[j]` in each plane j; all parents of a plane are contiguous and parent 0 is the
+null parent. Groups time-share the planes: while a group is bound to a parent, its `cache_blocks_per_lcm_block` (k)
+blocks divide every plane into k equal strides, and each field of the group has a slot: a plane, and an offset inside
+the stride. Block `1 + (parent - 1) * k + slot` of any group therefore lies at `offset + id * stride` with `offset =
+plane base + plane_bytes - stride + slot offset`: the null block 0 is the last stride of the null parent, and a group's
+blocks need no parent arithmetic to be addressed. `packing.solve_packing` chooses planes and slots.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 from collections import Counter
@@ -24,6 +26,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cache_runtime.errors import CacheConfigError, UnknownFieldError, UnknownGroupError
+from cache_runtime.recipes.packing import PlaneSlot, solve_packing
 from cache_runtime.recipes.spec import (
     DTYPE_BYTES,
     CacheFamily,
@@ -35,9 +38,6 @@ from cache_runtime.recipes.spec import (
 
 ARENA_ALIGNMENT_BYTES = 4096
 """Default alignment of the arena and of every plane: one memory page, what data planes register."""
-
-MAX_SOLVED_PACKING = 64
-"""Largest number of blocks per LCM parent that `pack` chooses by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +60,22 @@ class CacheFieldLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupLayout:
-    """One group's share of an LCM parent: its fields (field j in plane j) and how many blocks a parent holds."""
+    """One group's share of an LCM parent: its fields, the slot of each, and how many blocks a parent holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     spec: CacheGroupSpec
     fields: tuple[CacheFieldSpec, ...]
+    slots: tuple[PlaneSlot, ...]
     cache_blocks_per_lcm_block: int
 
     def __post_init__(self) -> None:
         if not self.fields:
             raise CacheConfigError(f'group "{self.spec.group_id}": declares no fields')
+        if len(self.slots) != len(self.fields):
+            raise CacheConfigError(
+                f'group "{self.spec.group_id}": {len(self.slots)} slots for {len(self.fields)} fields'
+            )
         if self.cache_blocks_per_lcm_block < 1:
             raise CacheConfigError(
                 f'group "{self.spec.group_id}": cache_blocks_per_lcm_block must be at least 1, '
@@ -82,9 +87,14 @@ class CacheGroupLayout:
         return self.spec.group_id
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all fields, padding excluded."""
+        return sum(field.block_bytes for field in self.fields)
+
+    @property
     def payload_bytes_per_lcm_block(self) -> int:
         """Bytes of a parent that this group fills, padding excluded."""
-        return self.cache_blocks_per_lcm_block * sum(field.block_bytes for field in self.fields)
+        return self.cache_blocks_per_lcm_block * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +121,36 @@ class CacheLayout:
             raise CacheConfigError("a cache layout needs at least one group")
         _check_unique("group_id", [group.group_id for group in self.groups])
         _check_unique("field_id", [field.field_id for group in self.groups for field in group.fields])
-        num_planes = max(len(group.fields) for group in self.groups)
+        num_planes = 1 + max(slot.plane for group in self.groups for slot in group.slots)
         if len(self.plane_bytes) != num_planes:
             raise CacheConfigError(f"plane_bytes names {len(self.plane_bytes)} planes, the groups need {num_planes}")
         for group in self.groups:
             _check_block_granularity(group.spec, self.prefix_granularity)
-            _check_planes(group, self.plane_bytes)
+            _check_slots(group, self.plane_bytes)
+            _check_row_distance(group, self.plane_bytes)
 
     @property
     def lcm_block_bytes(self) -> int:
         """Bytes of one LCM parent over all planes."""
         return sum(self.plane_bytes)
+
+    def padding_bytes(self, group: CacheGroupLayout) -> int:
+        """Bytes of a parent that stay empty while it is bound to the group."""
+        return self.lcm_block_bytes - group.payload_bytes_per_lcm_block
+
+    def block_stride_bytes(self, group: CacheGroupLayout, slot: PlaneSlot) -> int:
+        """Bytes from one block of the group to the next in the slot's plane."""
+        return self.plane_bytes[slot.plane] // group.cache_blocks_per_lcm_block
+
+    def block_stride_rows(self, group: CacheGroupLayout) -> int:
+        """Rows from one block to the next, the same in every field; those between belong to the group's other fields.
+
+        Raises TypeError for a state group, which has no rows.
+        """
+        if group.spec.rows_per_page is None:
+            raise TypeError(f'group "{group.group_id}": a state group has no rows')
+        blocks_per_stride = self.block_stride_bytes(group, group.slots[0]) // group.fields[0].block_bytes
+        return group.spec.rows_per_page * blocks_per_stride
 
     def num_arena_bytes(self, num_lcm_blocks: int) -> int:
         """Bytes of an arena with `num_lcm_blocks` usable parents: each plane aligned, the null parent included."""
@@ -140,11 +169,10 @@ class CacheLayout:
         return bisect.bisect_right(range(limit), memory_bytes, key=self.num_arena_bytes) - 1
 
     def parents_per_prefix_grain(self) -> int:
-        """Parents one request needs to hold a single prefix grain in every full-history group."""
+        """Parents that hold a single prefix grain in every group."""
         grain = self.prefix_granularity
         return sum(
-            math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block)
-            for group in self._full_history_groups()
+            math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block) for group in self.groups
         )
 
     def token_capacity(self, num_lcm_blocks: int) -> int:
@@ -205,19 +233,14 @@ class CacheMemoryPlan:
     def num_arena_bytes(self) -> int:
         return self.layout.num_arena_bytes(self.num_lcm_blocks)
 
-    @property
-    def token_capacity(self) -> int:
-        """Tokens the whole arena holds, in whole prefix grains."""
-        return self.layout.token_capacity(self.num_lcm_blocks)
-
     @cached_property
     def fields(self) -> tuple[CacheFieldLayout, ...]:
         """Every field of every group, in declaration order."""
         offsets = self.layout.plane_offsets_bytes(self.num_lcm_blocks)
         return tuple(
-            self._place(group, plane, field, offsets[plane])
+            self._place(group, field, slot, offsets[slot.plane])
             for group in self.layout.groups
-            for plane, field in enumerate(group.fields)
+            for field, slot in zip(group.fields, group.slots, strict=True)
         )
 
     @cached_property
@@ -261,17 +284,17 @@ class CacheMemoryPlan:
             raise CacheConfigError(f"cache memory plan is not JSON: {error}") from error
 
     def _place(
-        self, group: CacheGroupLayout, plane: int, field: CacheFieldSpec, plane_offset_bytes: int
+        self, group: CacheGroupLayout, field: CacheFieldSpec, slot: PlaneSlot, plane_offset_bytes: int
     ) -> CacheFieldLayout:
-        plane_bytes = self.layout.plane_bytes[plane]
-        stride_bytes = plane_bytes // group.cache_blocks_per_lcm_block
+        stride_bytes = self.layout.block_stride_bytes(group, slot)
+        null_block_bytes = plane_offset_bytes + self.layout.plane_bytes[slot.plane] - stride_bytes
         return CacheFieldLayout(
             field_id=field.field_id,
             group_id=group.group_id,
             dtype=field.dtype,
             block_shape=field.block_shape,
             partition_axis=field.partition_axis,
-            offset_bytes=plane_offset_bytes + plane_bytes - stride_bytes,
+            offset_bytes=null_block_bytes + slot.offset_bytes,
             block_stride_bytes=stride_bytes,
             block_bytes=field.block_bytes,
             num_blocks=self.num_lcm_blocks * group.cache_blocks_per_lcm_block + 1,
@@ -297,44 +320,26 @@ def pack(
     """
     if not declarations:
         raise CacheConfigError("a cache layout needs at least one group")
-    solved = _solve_packing(declarations) if packing is None else packing
-    groups = tuple(
-        CacheGroupLayout(spec=spec, fields=fields, cache_blocks_per_lcm_block=_packing_of(spec.group_id, solved))
-        for spec, fields in declarations
-    )
-    num_planes = max(len(group.fields) for group in groups)
+    for spec, fields in declarations:
+        if not fields:
+            raise CacheConfigError(f'group "{spec.group_id}": declares no fields')
+    parent = solve_packing(declarations, max_padding_fraction=max_padding_fraction, packing=packing)
     layout = CacheLayout(
         prefix_granularity=prefix_granularity,
         alignment_bytes=alignment_bytes,
-        plane_bytes=tuple(_plane_bytes(groups, plane) for plane in range(num_planes)),
-        groups=groups,
+        plane_bytes=parent.plane_bytes,
+        groups=tuple(
+            CacheGroupLayout(
+                spec=spec,
+                fields=fields,
+                slots=group.slots,
+                cache_blocks_per_lcm_block=group.cache_blocks_per_lcm_block,
+            )
+            for (spec, fields), group in zip(declarations, parent.groups, strict=True)
+        ),
     )
     _check_padding(layout, max_padding_fraction)
     return layout
-
-
-def _solve_packing(declarations: Sequence[GroupDeclaration]) -> dict[str, int]:
-    """Blocks per parent so that every group fills the parent exactly, or nearly when that parent would be too large."""
-    block_bytes = {spec.group_id: sum(field.block_bytes for field in fields) for spec, fields in declarations}
-    if min(block_bytes.values()) < 1:
-        return dict.fromkeys(block_bytes, 1)
-    parent_bytes = math.lcm(*block_bytes.values())
-    if parent_bytes // min(block_bytes.values()) > MAX_SOLVED_PACKING:
-        parent_bytes = max(block_bytes.values())
-    return {group_id: parent_bytes // num_bytes for group_id, num_bytes in block_bytes.items()}
-
-
-def _packing_of(group_id: str, packing: Mapping[str, int]) -> int:
-    if group_id not in packing:
-        raise CacheConfigError(f'group "{group_id}": packing names no cache_blocks_per_lcm_block for it')
-    return packing[group_id]
-
-
-def _plane_bytes(groups: Sequence[CacheGroupLayout], plane: int) -> int:
-    """Smallest parent span of a plane that every group splits into equal strides of whole elements."""
-    tenants = [(group.cache_blocks_per_lcm_block, group.fields[plane]) for group in groups if plane < len(group.fields)]
-    payload_bytes = max(packing * field.block_bytes for packing, field in tenants)
-    return _align_up(payload_bytes, math.lcm(*(packing * DTYPE_BYTES[field.dtype] for packing, field in tenants)))
 
 
 def _check_unique(name: str, values: Sequence[str]) -> None:
@@ -351,25 +356,55 @@ def _check_block_granularity(spec: CacheGroupSpec, prefix_granularity: int) -> N
         )
 
 
-def _check_planes(group: CacheGroupLayout, plane_bytes: Sequence[int]) -> None:
-    for field, span_bytes in zip(group.fields, plane_bytes, strict=False):
-        stride_bytes, rest_bytes = divmod(span_bytes, group.cache_blocks_per_lcm_block)
-        if rest_bytes or stride_bytes < field.block_bytes or stride_bytes % DTYPE_BYTES[field.dtype]:
+def _check_slots(group: CacheGroupLayout, plane_bytes: Sequence[int]) -> None:
+    """Every stride is whole elements, every slot lies inside it, and no two slots of the group share a byte."""
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for field, slot in zip(group.fields, group.slots, strict=True):
+        where = f'group "{group.group_id}" field "{field.field_id}"'
+        if slot.plane < 0 or slot.offset_bytes < 0:
+            raise CacheConfigError(f"{where}: plane {slot.plane} and offset_bytes {slot.offset_bytes} must be positive")
+        span_bytes, num_blocks = plane_bytes[slot.plane], group.cache_blocks_per_lcm_block
+        stride_bytes, rest_bytes = divmod(span_bytes, num_blocks)
+        end_bytes = slot.offset_bytes + field.block_bytes
+        element_bytes = DTYPE_BYTES[field.dtype]
+        if rest_bytes or stride_bytes < end_bytes or stride_bytes % element_bytes or slot.offset_bytes % element_bytes:
             raise CacheConfigError(
-                f'group "{group.group_id}" field "{field.field_id}": {group.cache_blocks_per_lcm_block} blocks of '
-                f"{field.block_bytes} bytes do not split a plane of {span_bytes} bytes evenly"
+                f"{where}: {num_blocks} blocks of {field.block_bytes} bytes at offset_bytes {slot.offset_bytes} do not "
+                f"split a plane of {span_bytes} bytes evenly"
             )
-        # Paged kernels address rows of all blocks as one flat buffer, which a gap between blocks would break.
-        if group.spec.family is CacheFamily.HISTORY and stride_bytes != field.block_bytes:
+        taken.setdefault(slot.plane, []).append((slot.offset_bytes, end_bytes, field.field_id))
+    for spans in taken.values():
+        spans.sort()
+        for (_, end_bytes, first), (begin_bytes, _, second) in itertools.pairwise(spans):
+            if begin_bytes < end_bytes:
+                raise CacheConfigError(f'group "{group.group_id}": fields "{first}" and "{second}" overlap')
+
+
+def _check_row_distance(group: CacheGroupLayout, plane_bytes: Sequence[int]) -> None:
+    """One table addresses the rows of all fields of a group, so blocks must be equally many rows apart in each."""
+    if group.spec.family is not CacheFamily.HISTORY:
+        return
+    distances: dict[int, str] = {}
+    for field, slot in zip(group.fields, group.slots, strict=True):
+        stride_bytes = plane_bytes[slot.plane] // group.cache_blocks_per_lcm_block
+        blocks_per_stride, rest_bytes = divmod(stride_bytes, field.block_bytes)
+        if rest_bytes:
             raise CacheConfigError(
-                f'group "{group.group_id}" field "{field.field_id}": rows need gapless blocks, but a block has '
-                f"{field.block_bytes} bytes and its stride is {stride_bytes} bytes"
+                f'group "{group.group_id}" field "{field.field_id}": rows need strides of whole blocks, but a block '
+                f"has {field.block_bytes} bytes and its stride is {stride_bytes} bytes"
             )
+        distances.setdefault(blocks_per_stride, field.field_id)
+    if len(distances) > 1:
+        (first, first_id), (second, second_id), *_ = distances.items()
+        raise CacheConfigError(
+            f'group "{group.group_id}": rows need one stride, but it is {first} blocks for field "{first_id}" and '
+            f'{second} for field "{second_id}"'
+        )
 
 
 def _check_padding(layout: CacheLayout, max_padding_fraction: float) -> None:
     for group in layout.groups:
-        padding_bytes = layout.lcm_block_bytes - group.payload_bytes_per_lcm_block
+        padding_bytes = layout.padding_bytes(group)
         if padding_bytes > max_padding_fraction * layout.lcm_block_bytes:
             raise CacheConfigError(
                 f'group "{group.group_id}": wastes {padding_bytes} of {layout.lcm_block_bytes} bytes per LCM block, '

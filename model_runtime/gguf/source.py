@@ -1,31 +1,36 @@
-"""A GGUF file of the llama architecture as a TensorSource: its configuration, names and row order.
+"""A GGUF file as a TensorSource: the names its architecture gives to tensors, and what it stores otherwise than they
+are computed with.
 
-Source: `convert_hf_to_gguf.py` and `constants.py` of llama.cpp, for the keys, the tensor names, and the interleaving of
-query and key rows that this module undoes.
+Source: `convert_hf_to_gguf.py` and `constants.py` of llama.cpp, for the tensor names, the interleaving of query and key
+rows of llama, and the one added to the norm weights of gemma3, all of which this module undoes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from gguf.constants import GGMLQuantizationType
 
-from model_runtime.config import ModelConfig, RopeFrequencyDivisors
-from model_runtime.errors import CheckpointError
-from model_runtime.gguf.dequantize import dequantize
-from model_runtime.gguf.reader import GgufDirectory, GgufTensor, read_gguf_directory
+from model_runtime.config import ModelConfig
+from model_runtime.gguf.model_config import ROPE_DIVISORS, map_gguf_bytes, read_gguf_config, read_gguf_tensor
+from model_runtime.gguf.reader import read_gguf_directory
 from model_runtime.weights import Shape
 
-_ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM"})
-_DEFAULT_ROPE_THETA = 10000.0
+_PLAIN_KINDS = frozenset(
+    {
+        GGMLQuantizationType.F64,
+        GGMLQuantizationType.F32,
+        GGMLQuantizationType.F16,
+        GGMLQuantizationType.BF16,
+    }
+)
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
-_ROPE_DIVISORS = "rope_freqs.weight"
 _CANONICAL_NAMES: Mapping[str, str] = MappingProxyType(
     {
         _EMBEDDING: "model.embed_tokens.weight",
@@ -33,23 +38,62 @@ _CANONICAL_NAMES: Mapping[str, str] = MappingProxyType(
         _OUTPUT: "lm_head.weight",
     }
 )
-_CANONICAL_LAYER_NAMES: Mapping[str, str] = MappingProxyType(
+_STORED_NAMES = MappingProxyType({canonical: stored for stored, canonical in _CANONICAL_NAMES.items()})
+_STORED_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_CANONICAL_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.weight")
+_ATTENTION_AND_MLP: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",
         "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     }
 )
-_STORED_NAMES = MappingProxyType({canonical: stored for stored, canonical in _CANONICAL_NAMES.items()})
-_STORED_LAYER_NAMES = MappingProxyType({canonical: stored for stored, canonical in _CANONICAL_LAYER_NAMES.items()})
-_STORED_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
-_CANONICAL_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dialect:
+    """What one architecture calls its layers' tensors, and how it stores them.
+
+    `interleaves_rotary`: rotary pairs of query and key rows are (2i, 2i + 1). `adds_one_to_norms`: norm weights are
+    stored as the factor, not as its distance from one.
+    """
+
+    canonical_layer_names: Mapping[str, str]
+    interleaves_rotary: bool
+    adds_one_to_norms: bool
+
+    def stored_layer_name(self, canonical: str) -> str | None:
+        return next((stored for stored, name in self.canonical_layer_names.items() if name == canonical), None)
+
+
+_DIALECTS: Mapping[str, _Dialect] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _Dialect(
+            canonical_layer_names=MappingProxyType({**_ATTENTION_AND_MLP, "ffn_norm": "post_attention_layernorm"}),
+            interleaves_rotary=True,
+            adds_one_to_norms=False,
+        ),
+        "Gemma3ForCausalLM": _Dialect(
+            canonical_layer_names=MappingProxyType(
+                {
+                    **_ATTENTION_AND_MLP,
+                    "attn_q_norm": "self_attn.q_norm",
+                    "attn_k_norm": "self_attn.k_norm",
+                    "post_attention_norm": "post_attention_layernorm",
+                    "ffn_norm": "pre_feedforward_layernorm",
+                    "post_ffw_norm": "post_feedforward_layernorm",
+                }
+            ),
+            interleaves_rotary=False,
+            adds_one_to_norms=True,
+        ),
+    }
+)
 
 
 class GgufSource:
@@ -57,11 +101,12 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         self._directory = read_gguf_directory(path)
-        self._config = _read_config(self._directory)
+        self._config = read_gguf_config(self._directory)
+        self._dialect = _DIALECTS[self._config.architecture]
         self._tensors = {
-            _canonical_name(name): tensor
+            self._canonical_name(name): tensor
             for name, tensor in self._directory.tensors.items()
-            if name != _ROPE_DIVISORS  # part of the configuration
+            if name != ROPE_DIVISORS  # part of the configuration
         }
 
     @property
@@ -82,17 +127,39 @@ class GgufSource:
 
     def stored_name(self, name: str) -> str:
         match = _CANONICAL_LAYER_TENSOR.fullmatch(name)
-        if match is not None and match[2] in _STORED_LAYER_NAMES:
-            return f"blk.{match[1]}.{_STORED_LAYER_NAMES[match[2]]}.weight"
+        stored = None if match is None else self._dialect.stored_layer_name(match[2])
+        if match is not None and stored is not None:
+            return f"blk.{match[1]}.{stored}.weight"
         return _STORED_NAMES.get(name, name)
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        rows = _read_tensor(self.path, self._tensors[name])
-        if name.endswith("self_attn.q_proj.weight"):
-            rows = _uninterleave_rows(rows, self._config.num_heads)
-        elif name.endswith("self_attn.k_proj.weight"):
-            rows = _uninterleave_rows(rows, self._config.num_kv_heads)
-        destination.copy_(rows)
+        values = self._in_canonical_order(name, read_gguf_tensor(self.path, self._tensors[name]))
+        if self._dialect.adds_one_to_norms and name.endswith("norm.weight"):
+            values = values - 1.0
+        destination.copy_(values)
+
+    def quantization(self, name: str) -> str | None:
+        kind = self._tensors[name].quantization
+        return None if kind in _PLAIN_KINDS else kind.name
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        blocks = torch.from_numpy(map_gguf_bytes(self.path, tensor)).view(tensor.shape[0], -1)
+        return self._in_canonical_order(name, blocks)
+
+    def _in_canonical_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if self._dialect.interleaves_rotary and name.endswith("self_attn.q_proj.weight"):
+            return _uninterleave_rows(rows, self._config.num_heads)
+        if self._dialect.interleaves_rotary and name.endswith("self_attn.k_proj.weight"):
+            return _uninterleave_rows(rows, self._config.num_kv_heads)
+        return rows
+
+    def _canonical_name(self, stored: str) -> str:
+        match = _STORED_LAYER_TENSOR.fullmatch(stored)
+        canonical = None if match is None else self._dialect.canonical_layer_names.get(match[2])
+        if match is not None and canonical is not None:
+            return f"model.layers.{match[1]}.{canonical}.weight"
+        return _CANONICAL_NAMES.get(stored, stored)
 
 
 def _uninterleave_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -100,100 +167,3 @@ def _uninterleave_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     num_rows, num_columns = rows.shape
     pairs = rows.view(num_heads, num_rows // num_heads // 2, 2, num_columns)
     return pairs.transpose(1, 2).reshape(num_rows, num_columns)
-
-
-def _canonical_name(stored: str) -> str:
-    match = _STORED_LAYER_TENSOR.fullmatch(stored)
-    if match is not None and match[2] in _CANONICAL_LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_CANONICAL_LAYER_NAMES[match[2]]}.weight"
-    return _CANONICAL_NAMES.get(stored, stored)
-
-
-def _read_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
-    # Copy-on-write, because torch refuses read-only memory; nothing writes to it.
-    raw: npt.NDArray[np.uint8] = np.memmap(
-        path, dtype=np.uint8, mode="c", offset=tensor.begin_bytes, shape=(tensor.num_bytes,)
-    )
-    try:
-        return dequantize(raw, tensor.quantization, tensor.shape)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f'{path}: tensor "{tensor.name}" has the type {tensor.quantization.name}, which cannot be read'
-        ) from error
-
-
-def _read_config(directory: GgufDirectory) -> ModelConfig:
-    stored = directory.find_string("general.architecture")
-    if stored is None or stored not in _ARCHITECTURES:
-        raise CheckpointError(
-            f'{directory.path}: architecture "{stored}" is not supported (supported: {", ".join(_ARCHITECTURES)})'
-        )
-    _refuse_unsupported(directory)
-    num_heads = directory.integer("llama.attention.head_count")
-    num_kv_heads = directory.find_integer("llama.attention.head_count_kv")
-    rope_theta = directory.find_number("llama.rope.freq_base")
-    eos_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    eos_token_ids = [directory.find_integer(key) for key in eos_keys]
-    try:
-        return ModelConfig(
-            architecture=_ARCHITECTURES[stored],
-            num_layers=directory.integer("llama.block_count"),
-            hidden_size=directory.integer("llama.embedding_length"),
-            intermediate_size=directory.integer("llama.feed_forward_length"),
-            num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-            head_dim=_head_dim(directory),
-            vocab_size=_vocab_size(directory),
-            max_position_tokens=directory.integer("llama.context_length"),
-            rope_theta=_DEFAULT_ROPE_THETA if rope_theta is None else rope_theta,
-            rms_norm_eps=directory.number("llama.attention.layer_norm_rms_epsilon"),
-            tie_word_embeddings=_OUTPUT not in directory.tensors,
-            rope_scaling=_rope_divisors(directory),
-            eos_token_ids=tuple(dict.fromkeys(token for token in eos_token_ids if token is not None)),
-            bos_token_id=directory.find_integer("tokenizer.ggml.bos_token_id"),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{directory.path}: {error}") from error
-
-
-def _head_dim(directory: GgufDirectory) -> int:
-    stated = directory.find_integer("llama.attention.key_length")
-    if stated is not None:
-        return stated
-    num_heads = directory.integer("llama.attention.head_count")
-    if num_heads < 1:
-        raise CheckpointError(f'{directory.path}: key "llama.attention.head_count" must be positive, is {num_heads}')
-    return directory.integer("llama.embedding_length") // num_heads
-
-
-def _vocab_size(directory: GgufDirectory) -> int:
-    stated = directory.find_integer("llama.vocab_size")
-    if stated is not None:
-        return stated
-    if _EMBEDDING not in directory.tensors:
-        raise CheckpointError(f'{directory.path}: tensor "{_EMBEDDING}" is missing')
-    return directory.tensors[_EMBEDDING].shape[0]
-
-
-def _rope_divisors(directory: GgufDirectory) -> RopeFrequencyDivisors | None:
-    tensor = directory.tensors.get(_ROPE_DIVISORS)
-    if tensor is None:
-        return None
-    return RopeFrequencyDivisors(divisors=tuple(_read_tensor(directory.path, tensor).flatten().tolist()))
-
-
-def _refuse_unsupported(directory: GgufDirectory) -> None:
-    """Keys that would change the computation. Raises CheckpointError naming key and value."""
-    head_dim = _head_dim(directory)
-    for key, accepted in (
-        ("llama.rope.dimension_count", head_dim),
-        ("llama.attention.value_length", head_dim),
-        ("llama.expert_count", 0),
-        ("llama.attention.sliding_window", 0),
-    ):
-        value = directory.find_integer(key)
-        if value is not None and value != accepted:
-            raise CheckpointError(f'{directory.path}: key "{key}" is {value}, supported is {accepted}')
-    scaling = directory.find_string("llama.rope.scaling.type")
-    if scaling not in (None, "none"):
-        raise CheckpointError(f'{directory.path}: key "llama.rope.scaling.type" is "{scaling}", supported is "none"')

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 
+class PackedWeight(Protocol):
+    """A weight [num_columns, depth] in whatever layout some kernels read best; only they understand it."""
+
+    @property
+    def num_columns(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+
+
 class Kernels(Protocol):
     """The operations a model leaves to its device. Every result row depends on its own request alone."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` float32[columns, depth] in whatever layout these kernels read best; a copy.
+    @property
+    def quantizations(self) -> Sequence[str]:
+        """GGUF names, such as Q4_1, of what `pack_blocks` accepts."""
 
-        Only `multiply` and `gather_rows` of these kernels understand it.
+    @property
+    def num_packed_bytes(self) -> int:
+        """Memory of all weights packed by these kernels."""
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """A copy of `weight` float32[columns, depth]."""
+
+    def pack_blocks(self, blocks: torch.Tensor, quantization: str) -> PackedWeight:
+        """A copy of `blocks` uint8[columns, bytes of a row], which stays quantised in memory.
+
+        Whatever is computed with it has the bits of the float32 weight that the blocks stand for. Raises ValueError for
+        another quantization, rows that are no whole blocks, and scales that are not finite.
         """
 
-    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+    def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
         """Writes `output`[rows, columns] = `input`[rows, depth] times the transpose of a packed [columns, depth].
 
         Input and output are float32 with a contiguous last axis. Raises ValueError, before anything is written, when
         shapes contradict each other.
         """
 
-    def gather_rows(self, weight: torch.Tensor, rows: torch.Tensor, output: torch.Tensor) -> None:
+    def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`[num_rows, depth] = the rows int64[num_rows] of a packed [columns, depth].
 
-        Raises ValueError, before anything is written, for a row outside the packed layout.
+        Raises ValueError, before anything is written, for a row outside the weight.
         """
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
@@ -57,12 +82,14 @@ class Kernels(Protocol):
         lengths: torch.Tensor,
         output: torch.Tensor,
         scale: float,
+        window_left_tokens: int | None = None,
     ) -> None:
         """Causal grouped-query attention for every token of the batch, keys and values read through a page table.
 
         `query`, `output`: float32[num_tokens, num_heads, head_dim], the tokens of all rows concatenated. `key_pages`,
         `value_pages`: float32[num_pages, kernel_page_size, num_kv_heads, head_dim], already holding the batch's own
         rows. `page_table`: int32[num_rows, max_pages]. `begins`, `lengths`: int32[num_rows]; token t of row r is at
-        position begins[r] + t and sees the positions up to its own. Raises ValueError, before anything is written,
-        when shapes, lengths or page ids contradict each other.
+        position begins[r] + t and sees the positions up to its own, of those before it only the last
+        `window_left_tokens` unless that is None. What no token sees is not read into any result, whatever its page
+        holds. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each other.
         """

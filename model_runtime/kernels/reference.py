@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch.nn.functional import silu
+
+from model_runtime.gguf.dequantize import dequantize
+from model_runtime.kernels.interface import PackedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainWeight:
+    """A weight as it is: float32[num_columns, depth]."""
+
+    rows: torch.Tensor
+
+    @property
+    def num_columns(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
 
 
 class ReferenceKernels:
-    """`Kernels` that gather each row's keys and values."""
+    """`Kernels` that gather each row's keys and values, and expand blocks once."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
+    def __init__(self) -> None:
+        self._num_packed_bytes = 0
 
-    def multiply(self, input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
-        output.copy_(input.double() @ weight.double().T)
+    @property
+    def quantizations(self) -> Sequence[str]:
+        return tuple(kind.name for kind in GGMLQuantizationType)
 
-    def gather_rows(self, weight: torch.Tensor, rows: torch.Tensor, output: torch.Tensor) -> None:
-        if not bool(((rows >= 0) & (rows < weight.shape[0])).all()):
+    @property
+    def num_packed_bytes(self) -> int:
+        return self._num_packed_bytes
+
+    def pack(self, weight: torch.Tensor) -> PlainWeight:
+        self._num_packed_bytes += weight.nbytes
+        return PlainWeight(rows=weight.clone())
+
+    def pack_blocks(self, blocks: torch.Tensor, quantization: str) -> PlainWeight:
+        kind = GGMLQuantizationType[quantization]
+        weights_per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        depth = blocks.shape[1] // block_bytes * weights_per_block
+        return self.pack(dequantize(blocks.contiguous().flatten().numpy(), kind, (blocks.shape[0], depth)))
+
+    def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
+        output.copy_(input.double() @ _plain_rows(weight).double().T)
+
+    def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
+        if not bool(((rows >= 0) & (rows < weight.num_columns)).all()):
             raise ValueError("linear: row ids must name rows of the weight")
-        output.copy_(weight[rows])
+        output.copy_(_plain_rows(weight)[rows])
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         mean_square = input.double().square().mean(-1, keepdim=True)
@@ -45,25 +89,38 @@ class ReferenceKernels:
         lengths: torch.Tensor,
         output: torch.Tensor,
         scale: float,
+        window_left_tokens: int | None = None,
     ) -> None:
         end = 0
         for row, (position, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             begin, end = end, end + length
             pages = page_table[row].long()
-            num_keys = position + length
+            first_key = 0 if window_left_tokens is None else max(0, position - window_left_tokens)
+            seen = slice(first_key, position + length)
             output[begin:end] = _attend_row(
                 query[begin:end],
-                key_pages[pages].flatten(0, 1)[:num_keys],
-                value_pages[pages].flatten(0, 1)[:num_keys],
+                key_pages[pages].flatten(0, 1)[seen],
+                value_pages[pages].flatten(0, 1)[seen],
                 scale,
+                window_left_tokens,
             )
 
 
-def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _plain_rows(weight: PackedWeight) -> torch.Tensor:
+    if not isinstance(weight, PlainWeight):
+        raise ValueError("linear: weight must be packed by these kernels")
+    return weight.rows
+
+
+def _attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window_left_tokens: int | None
+) -> torch.Tensor:
     num_tokens, num_keys = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
     keys, values = (rows.double().repeat_interleave(group, dim=1) for rows in (keys, values))
     scores = torch.einsum("thd,khd->htk", query.double(), keys) * scale  # [num_heads, tokens, keys]
     visible = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(num_keys - num_tokens)
+    if window_left_tokens is not None:
+        visible = visible.triu(num_keys - num_tokens - window_left_tokens)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return torch.einsum("htk,khd->thd", weights, values).to(query.dtype)

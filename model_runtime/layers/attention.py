@@ -14,6 +14,7 @@ import torch
 from cache_runtime.layer_binding import PagedAttention
 from cache_runtime.mapping.router import RoutedBatch
 from cache_runtime.pools.kv_pool import KvPool
+from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
 
@@ -29,14 +30,19 @@ class AttentionContext:
     on_stored: Callable[[int], None]
 
 
+def declare_attention(layer: int, config: ModelConfig) -> PagedAttention:
+    """What an attention layer tells the cache of itself; known before any weight is read."""
+    return PagedAttention(layer=layer, window_left_tokens=config.window_left_tokens(layer))
+
+
 class CachedAttention:
     """One layer's attention over the paged cache. `declaration` is what the layer binding stamps with a cache group."""
 
-    def __init__(self, *, layer: int, num_kv_heads: int, head_dim: int) -> None:
-        self.declaration = PagedAttention(layer=layer)
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
-        self._scale = head_dim**-0.5
+    def __init__(self, layer: int, config: ModelConfig) -> None:
+        self.declaration = declare_attention(layer, config)
+        self._num_kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: AttentionContext
@@ -59,6 +65,7 @@ class CachedAttention:
             context.batch.lengths,
             output,
             self._scale,
+            self.declaration.window_left_tokens,
         )
         return output
 

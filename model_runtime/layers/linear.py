@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import torch
 
-from model_runtime.kernels.interface import Kernels
+from model_runtime.kernels.interface import Kernels, PackedWeight
 
 
 class Linear:
-    """[rows, depth] -> [rows, columns] by a weight[columns, depth], which it holds only as the kernels' packed copy."""
+    """[rows, depth] -> [rows, columns] by a weight[columns, depth], which it holds only as the kernels' packed copies.
 
-    def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
-        self._num_columns, self._depth = weight.shape
-        self._packed = kernels.pack(weight)
+    `parts` lie under one another: matrices that are quantised differently cannot be one.
+    """
+
+    def __init__(self, parts: tuple[PackedWeight, ...], kernels: Kernels) -> None:
+        self._parts = parts
+        self._num_columns = sum(part.num_columns for part in parts)
         self._kernels = kernels
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, depth] -> float32[rows, columns]."""
-        output = hidden.new_empty((hidden.shape[0], self._num_columns))
-        self._kernels.multiply(hidden, self._packed, output)
+        output = torch.empty((hidden.shape[0], self._num_columns))
+        if len(self._parts) == 1:
+            self._kernels.multiply(hidden, self._parts[0], output)
+            return output
+        columns = torch.split(output, [part.num_columns for part in self._parts], dim=1)
+        for part, part_output in zip(self._parts, columns, strict=True):
+            self._kernels.multiply(hidden, part, part_output)
         return output
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """float32[len(ids), depth]: rows of the weight, so that a tied head and embedding are one copy."""
-        output = torch.empty((ids.shape[0], self._depth))
-        self._kernels.gather_rows(self._packed, ids, output)
+
+class Embedding:
+    """Rows of a weight[num_ids, width]. `head` is the same copy as a linear layer, for models that tie the two."""
+
+    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
+        self._weight = weight
+        self._kernels = kernels
+        self.head = Linear((weight,), kernels)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64[tokens] -> float32[tokens, width]."""
+        output = torch.empty((ids.shape[0], self._weight.depth))
+        self._kernels.gather_rows(self._weight, ids, output)
         return output

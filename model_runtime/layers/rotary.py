@@ -23,10 +23,10 @@ class Angles:
 
 
 class RotaryTable:
-    """Turns positions into the cosines and sines of one model's heads. Holds head_dim / 2 frequencies and no table."""
+    """Turns positions into the cosines and sines of heads. Holds the frequencies[head_dim / 2] and no table."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._frequencies = rotary_frequencies(config)  # [head_dim / 2]
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        self._frequencies = frequencies  # [head_dim / 2]
 
     def at(self, positions: torch.Tensor) -> Angles:
         """Angles of int64[num_tokens] positions."""
@@ -34,10 +34,15 @@ class RotaryTable:
         return Angles(cosines=angles.cos(), sines=angles.sin())
 
 
+def base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """float32[head_dim / 2] radians per position of an unscaled embedding."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return 1.0 / theta**exponents
+
+
 def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
-    """float32[head_dim / 2] radians per position, scaling applied."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    """float32[head_dim / 2] radians per position of the layers that see everything, scaling applied."""
+    frequencies = base_frequencies(config.rope_theta, config.head_dim)
     match config.rope_scaling:
         case None:
             return frequencies

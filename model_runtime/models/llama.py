@@ -16,10 +16,10 @@ from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layers.attention import AttentionContext, CachedAttention
-from model_runtime.layers.linear import Linear
+from model_runtime.layers.linear import Embedding, Linear
 from model_runtime.layers.norm import RmsNorm
-from model_runtime.layers.rotary import Angles, RotaryTable, rotate
-from model_runtime.weights import Shape, TensorSource, read_stacked
+from model_runtime.layers.rotary import Angles, RotaryTable, rotary_frequencies, rotate
+from model_runtime.weights import Shape, TensorSource, pack_stacked, read_stacked
 
 
 def llama_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -63,7 +63,11 @@ class LayerBuilder:
 
     def linear(self, *names: str) -> Linear:
         """One layer whose output is that of the named matrices side by side."""
-        return Linear(read_stacked(self.source, names, self.dtype), self.kernels)
+        return Linear(pack_stacked(self.source, names, self.dtype, self.kernels), self.kernels)
+
+    def embedding(self, name: str) -> Embedding:
+        (weight,) = pack_stacked(self.source, (name,), self.dtype, self.kernels)
+        return Embedding(weight, self.kernels)
 
 
 class LlamaAttention:
@@ -77,7 +81,7 @@ class LlamaAttention:
             *(f"{prefix}{name}_proj.weight" for name in "qkv")
         )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
         self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer=layer, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        self.cached = CachedAttention(layer, config)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
@@ -128,11 +132,12 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable(config)
-        self._embedding = builder.linear("model.embed_tokens.weight")  # [vocab, hidden]
+        self._rotary = RotaryTable(rotary_frequencies(config))
+        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
         self._norm = builder.norm("model.norm.weight")  # [hidden]
-        self._head = self._embedding if config.tie_word_embeddings else builder.linear("lm_head.weight")
+        # [vocab, hidden]
+        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
 
     @property
     def attention_layers(self) -> tuple[PagedAttention, ...]:
@@ -141,7 +146,7 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         angles = self._rotary.at(batch.positions)
-        hidden = self._embedding.rows(batch.token_ids)  # [T, hidden]
+        hidden = self._embedding(batch.token_ids)  # [T, hidden]
         for layer in self._layers:
             hidden = layer(hidden, angles, context)
         last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]

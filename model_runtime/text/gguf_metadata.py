@@ -86,14 +86,14 @@ class GgufMetadata:
         return TokenizerError(f'{self.path}: key "{key}" must be {wanted}, is {type(found).__name__}')
 
 
-def read_gguf_metadata(path: Path) -> GgufMetadata:
-    """Reads the key-value section of the file at `path`.
+def read_gguf_metadata(path: Path, *, with_arrays: bool = True) -> GgufMetadata:
+    """Reads the key-value section of the file at `path`; without arrays it steps over the vocabulary.
 
     Raises TokenizerError for a file that is no little-endian GGUF of version 2 or 3, is cut short, or holds a length or
     a type that cannot be; the message names the key. OSError passes through.
     """
     try:
         with open_gguf(path) as cursor:
-            return GgufMetadata(path=path, values=cursor.pairs(cursor.header(), with_arrays=True))
+            return GgufMetadata(path=path, values=cursor.pairs(cursor.header(), with_arrays=with_arrays))
     except CheckpointError as error:
         raise TokenizerError(str(error)) from None

@@ -26,6 +26,7 @@ _MERGES_KEY = f"{_PREFIX}merges"
 _SCORES_KEY = f"{_PREFIX}scores"
 _MODEL_KEY = f"{_PREFIX}model"
 _PRE_KEY = f"{_PREFIX}pre"
+_CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 class _TokenType(IntEnum):
@@ -78,6 +79,11 @@ def load_gguf_tokenizer(path: Path) -> TokenizerModel:
     raise TokenizerError(f'{path}: key "{_MODEL_KEY}" is "{model}", supported are "gpt2" and "llama"')
 
 
+def gguf_has_chat_template(path: Path) -> bool:
+    """Reads no vocabulary. Raises TokenizerError for a file that is no GGUF."""
+    return read_gguf_metadata(path, with_arrays=False).find_string(_CHAT_TEMPLATE_KEY) is not None
+
+
 def _byte_level_model(metadata: GgufMetadata) -> TokenizerModel:
     pre = _pre_tokenizer(metadata)
     tokens = metadata.strings(_TOKENS_KEY)
@@ -123,8 +129,9 @@ def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str,
 
 
 def _sentencepiece_model(metadata: GgufMetadata) -> TokenizerModel:
-    # Some files spell runs of spaces as spaces, although the text the model sees has WORD_START in their place.
-    tokens = tuple(token.replace(" ", WORD_START) for token in metadata.strings(_TOKENS_KEY))
+    stored = metadata.strings(_TOKENS_KEY)
+    kinds = _token_types(metadata, len(stored))
+    tokens = tuple(_sentencepiece_token(token, kind) for token, kind in zip(stored, kinds, strict=True))
     vocab = _token_ids_by_string(tokens)
     unknown_id = _special_token_id(metadata, "unknown", len(tokens))
     backend = Tokenizer(
@@ -143,6 +150,15 @@ def _sentencepiece_model(metadata: GgufMetadata) -> TokenizerModel:
     else:
         backend.normalizer = spaces
     return _finish(metadata, backend, tokens, Spelling.SENTENCEPIECE, adds_bos=True)
+
+
+def _sentencepiece_token(stored: str, kind: int) -> str:
+    """Spaces as the step that looks for the token sees them, however the file spells them.
+
+    User-defined tokens, such as runs of spaces, are found in the text as it came; the others where WORD_START stands
+    for a space already.
+    """
+    return stored.replace(WORD_START, " ") if kind == _TokenType.USER_DEFINED else stored.replace(" ", WORD_START)
 
 
 def _merges_by_score(metadata: GgufMetadata, tokens: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -237,5 +253,5 @@ def _context_tokens(metadata: GgufMetadata) -> int:
 
 
 def _chat_template(metadata: GgufMetadata, bos_token: str, eos_token: str) -> ChatTemplate | None:
-    source = metadata.find_string("tokenizer.chat_template")
+    source = metadata.find_string(_CHAT_TEMPLATE_KEY)
     return None if source is None else ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)

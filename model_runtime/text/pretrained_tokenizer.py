@@ -21,6 +21,8 @@ from model_runtime.text.vocabulary import Spelling, Vocabulary
 
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "config.json"
+_TEXTS_FILE = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 _DEFAULT_TEMPLATE_NAME = "default"
 
 
@@ -66,7 +68,7 @@ def load_pretrained_tokenizer(directory: Path) -> TokenizerModel:
     """Raises TokenizerError that names the file and the field at fault."""
     backend = _load_backend(directory / _TOKENIZER_FILE)
     model = _read(directory / _CONFIG_FILE, _ModelConfig)
-    texts = _read_optional(directory / "tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
+    texts = _read_optional(directory / _TEXTS_FILE, _TokenizerConfig) or _TokenizerConfig()
     generation = _read_optional(directory / "generation_config.json", _GenerationConfig) or _GenerationConfig()
     eos_token_id = model.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     vocabulary = _vocabulary(directory, backend, model.vocab_size)
@@ -83,6 +85,14 @@ def load_pretrained_tokenizer(directory: Path) -> TokenizerModel:
         )
     except ValueError as error:
         raise TokenizerError(f"{directory}: {error}") from error
+
+
+def pretrained_has_chat_template(directory: Path) -> bool:
+    """Reads no vocabulary. Raises TokenizerError for a file that is not as it should be."""
+    if (directory / _TEMPLATE_FILE).is_file():
+        return True
+    texts = _read_optional(directory / _TEXTS_FILE, _TokenizerConfig) or _TokenizerConfig()
+    return _template_source(texts) is not None
 
 
 def _load_backend(path: Path) -> Tokenizer:
@@ -139,7 +149,7 @@ def _decoder_types(decoder: JsonValue) -> Iterator[str]:
 
 
 def _chat_template(directory: Path, texts: _TokenizerConfig) -> ChatTemplate | None:
-    path = directory / "chat_template.jinja"
+    path = directory / _TEMPLATE_FILE
     source = path.read_text(encoding="utf-8") if path.is_file() else _template_source(texts)
     if source is None:
         return None

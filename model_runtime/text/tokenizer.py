@@ -11,8 +11,8 @@ from pathlib import Path
 
 from model_runtime.text.chat_template import ChatMessage
 from model_runtime.text.errors import ChatTemplateError, TokenizerError
-from model_runtime.text.gguf_tokenizer import load_gguf_tokenizer
-from model_runtime.text.pretrained_tokenizer import load_pretrained_tokenizer
+from model_runtime.text.gguf_tokenizer import gguf_has_chat_template, load_gguf_tokenizer
+from model_runtime.text.pretrained_tokenizer import load_pretrained_tokenizer, pretrained_has_chat_template
 from model_runtime.text.tokenizer_model import TokenizerModel
 
 
@@ -27,6 +27,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not location.is_file():
         raise TokenizerError(f"{location}: no such file or directory")
     return Tokenizer(load_gguf_tokenizer(location))
+
+
+def has_chat_template(path: str | Path) -> bool:
+    """Whether the model at `path` takes chats; answered from headers, without loading a tokenizer.
+
+    Raises TokenizerError naming the file at fault.
+    """
+    location = Path(path)
+    return pretrained_has_chat_template(location) if location.is_dir() else gguf_has_chat_template(location)
 
 
 class Tokenizer:

@@ -17,7 +17,9 @@ from cache_runtime.transfer.schema import ManifestError, build_manifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
+from model_runtime.weight_choice import WeightChoice
 from node_runtime.config import ComputeNodeConfig
+from node_runtime.engine.cache_plan import scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.errors import BadConfig
 from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
@@ -35,13 +37,16 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
     checkpoint = open_checkpoint(config.model)
     # Before the weights: a machine that lacks what the data plane needs is told so at once.
     engine = None if role is Role.FUSED else _open_data_plane(config)
+    limits = scheduler_limits(config, role, checkpoint)
     executor = ModelExecutor(
         checkpoint,
         dtype=config.dtype,
+        weights=WeightChoice(config.weights),
         memory_bytes=config.memory,
         prefix_granularity=config.prefix_granularity,
         kernel_page_size=config.kernel_page_size,
         num_threads=config.num_threads,
+        scheduler_limits=limits,
     )
     contract = executor.arena.contract
     scheduler_config = SchedulerConfig(
@@ -61,7 +66,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         executor=executor,
         scheduler=Scheduler(scheduler_config),
         group_ids=tuple(contract.group_ids),
-        facts=_facts(config, checkpoint, executor, fingerprint),
+        facts=_facts(config, checkpoint, executor, fingerprint, limits.context_tokens),
         data_plane=None if engine is None else _data_plane(config, engine, executor, fingerprint),
     )
 
@@ -92,14 +97,9 @@ def _data_plane(
     return DataPlane(engine=engine, manifest=manifest)
 
 
-def _facts(config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str) -> ModelFacts:
-    context_tokens = executor.config.max_position_tokens
-    if config.max_model_len is not None:
-        if config.max_model_len > context_tokens:
-            raise BadConfig(
-                f"max_model_len={config.max_model_len} is above the model's context of {context_tokens} tokens"
-            )
-        context_tokens = config.max_model_len
+def _facts(
+    config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str, context_tokens: int
+) -> ModelFacts:
     return ModelFacts(
         name=config.served_model_name or Path(config.model).stem,
         path=str(checkpoint.path),
@@ -109,6 +109,9 @@ def _facts(config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExe
         prefix_granularity=executor.plan.prefix_granularity,
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
-        capacity_tokens=executor.plan.token_capacity,
+        capacity_tokens=executor.token_capacity,
+        weight_formats=executor.weights.formats,
+        weight_bytes=executor.weights.num_bytes,
+        float32_weight_bytes=executor.weights.float32_bytes,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )

@@ -31,6 +31,9 @@ class ModelFacts:
     arena_bytes: int
     num_lcm_blocks: int
     capacity_tokens: int
+    weight_formats: tuple[str, ...]
+    weight_bytes: int
+    float32_weight_bytes: int
     num_threads: int
 
 
@@ -64,6 +67,8 @@ class ComputeCore:
         lines = [
             f"model {facts.name} from {facts.path}: context {facts.context_tokens} tokens, "
             f"vocabulary {facts.vocab_size}, {facts.num_threads} threads",
+            f"weights {format_size(facts.weight_bytes)} in memory as {', '.join(facts.weight_formats)}, float32 would "
+            f"be {format_size(facts.float32_weight_bytes)}",
             f"cache arena {format_size(facts.arena_bytes)}: {facts.capacity_tokens} tokens in {facts.num_lcm_blocks} "
             f"LCM blocks, prefix granularity {facts.prefix_granularity} tokens, at most "
             f"{self.scheduler.max_request_tokens} tokens per request",

@@ -25,5 +25,7 @@ def describe_node(
         context_tokens=facts.context_tokens,
         max_request_tokens=core.scheduler.max_request_tokens,
         prefix_granularity=facts.prefix_granularity,
+        weight_formats=facts.weight_formats,
+        weight_bytes=facts.weight_bytes,
         data_plane="" if core.data_plane is None else core.data_plane.engine.name,
     )

@@ -9,18 +9,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cache_runtime.recipes.spec import CacheFamily
+from cache_runtime.transfer.schema import GroupSchema
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import Done, Grant, GroupGrant, Ready, Start
 from node_runtime.request_rules import check_lengths, check_token_ids, check_tokens_in_vocabulary
 
+_STATE_WINDOW_TOKENS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedGroup:
-    """What bounds a grant in one group: tokens per slot, and the peer's number of blocks, block 0 included."""
+    """What bounds a grant in one group: tokens per slot, and the peer's number of blocks, block 0 included.
+
+    `window_tokens` is what the group still keeps behind a computed prompt, None for all of it. `is_replayable`: a
+    prefix hit leaves out nothing, because the group is not cached.
+    """
 
     group_id: str
     block_granularity: int
     num_peer_blocks: int
+    window_tokens: int | None = None
+    is_replayable: bool = False
+
+    @classmethod
+    def of(cls, group: GroupSchema, num_peer_blocks: int) -> GrantedGroup:
+        # A state continues from the snapshot after the last token, which is kept like a window of two tokens.
+        is_state = group.family is CacheFamily.STATE
+        return cls(
+            group_id=group.group_id,
+            block_granularity=group.block_granularity,
+            num_peer_blocks=num_peer_blocks,
+            window_tokens=_STATE_WINDOW_TOKENS if is_state else group.sliding_window_tokens,
+            is_replayable=group.replayable,
+        )
+
+    def slots(self, from_token: int, num_prompt_tokens: int) -> tuple[int, int]:
+        """[first, end) of the slots that a grant from `from_token` must name: neither hit nor expired."""
+        num_hit = 0 if self.is_replayable else from_token // self.block_granularity
+        num_expired_tokens = 0 if self.window_tokens is None else num_prompt_tokens - self.window_tokens + 1
+        first_slot = max(num_hit, num_expired_tokens // self.block_granularity)
+        return first_slot, -(-num_prompt_tokens // self.block_granularity)
 
 
 def check_start(start: Start, *, vocab_size: int, context_tokens: int) -> None:
@@ -48,7 +77,10 @@ def check_done(done: Done, *, vocab_size: int, num_granted_blocks: int) -> None:
 def check_grant(
     grant: Grant, *, num_prompt_tokens: int, prefix_granularity: int, groups: Mapping[str, GrantedGroup]
 ) -> None:
-    """Refuses a grant that does not cover exactly the missing part of the prompt with blocks the peer really has."""
+    """Refuses a grant that does not cover exactly the missing part of the prompt with blocks the peer really has.
+
+    Of a group whose blocks expire that is the part that is still kept once the prompt is computed.
+    """
     if grant.from_token >= num_prompt_tokens or grant.from_token % prefix_granularity:
         raise InvalidRequest(
             f"from_token: {grant.from_token} given, a multiple of {prefix_granularity} below {num_prompt_tokens} "
@@ -63,8 +95,7 @@ def check_grant(
 
 def _check_group(group: GroupGrant, limits: GrantedGroup, from_token: int, num_prompt_tokens: int) -> None:
     name = f'group "{group.group_id}"'
-    first_slot = from_token // limits.block_granularity
-    end_slot = -(-num_prompt_tokens // limits.block_granularity)
+    first_slot, end_slot = limits.slots(from_token, num_prompt_tokens)
     if group.first_slot != first_slot or group.end_slot != end_slot:
         raise InvalidRequest(
             f"{name} slots: [{group.first_slot}, {group.end_slot}) given, [{first_slot}, {end_slot}) required"

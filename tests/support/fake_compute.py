@@ -217,7 +217,10 @@ def fake_core(
         prefix_granularity=prefix_granularity,
         arena_bytes=plan.num_arena_bytes,
         num_lcm_blocks=num_lcm_blocks,
-        capacity_tokens=plan.token_capacity,
+        capacity_tokens=plan.layout.token_capacity(num_lcm_blocks),
+        weight_formats=("float32",),
+        weight_bytes=1024,
+        float32_weight_bytes=1024,
         num_threads=1,
     )
     return ComputeCore(

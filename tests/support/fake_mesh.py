@@ -81,14 +81,16 @@ class Answer:
 class FakeMesh:
     """Starts nodes and talks to them. `close` stops everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_core: Callable[..., ComputeCore] = fake_core) -> None:
+        """`make_core(role, fabric=..., **settings)` builds what a node computes with."""
+        self._make_core = make_core
         self.fabric = MemoryFabric()
         self._nodes: list[FakeNode] = []
         self._channels: list[grpc.aio.Channel] = []
         self._num_requests = 0
 
     async def prefill(self, *, port: int = 0, config: dict[str, object] | None = None, **core: object) -> FakeNode:
-        made = fake_core(Role.PREFILL, fabric=self.fabric, **core)
+        made = self._make_core(Role.PREFILL, fabric=self.fabric, **core)
         settings = PrefillNodeConfig(model="fake", port=port, drain_grace_s=5.0, **(config or {}))
         fatal: list[BaseException] = []
         node = PrefillNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append)
@@ -97,7 +99,7 @@ class FakeMesh:
     async def decode(
         self, *prefill: FakeNode | str, config: dict[str, object] | None = None, **core: object
     ) -> FakeNode:
-        made = fake_core(Role.DECODE, fabric=self.fabric, **core)
+        made = self._make_core(Role.DECODE, fabric=self.fabric, **core)
         addresses = [item if isinstance(item, str) else item.address for item in prefill]
         settings = DecodeNodeConfig(model="fake", prefill=addresses, drain_grace_s=5.0, **(config or {}))
         fatal: list[BaseException] = []
@@ -106,7 +108,7 @@ class FakeMesh:
         return await self._started(FakeNode(node, made, fatal))
 
     async def fused(self, **core: object) -> FakeNode:
-        made = fake_core(Role.FUSED, **core)
+        made = self._make_core(Role.FUSED, **core)
         fatal: list[BaseException] = []
         node = DecodeNode(
             FusedNodeConfig(model="fake", drain_grace_s=5.0), made, telemetry=Telemetry.off(), on_fatal=fatal.append

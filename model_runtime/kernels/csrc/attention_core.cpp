@@ -1,20 +1,23 @@
 // Compiled once per instruction set; PDMESH_LANES floats fill one vector register.
 //
 // Numerics: float32 throughout. A score is a dot product accumulated per lane over the head dimension and
-// then summed over lanes by a fixed tree; the softmax runs online over steps of kKeysPerStep keys. Source:
-// Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+// then summed over lanes by a fixed tree; the softmax runs online over steps of kKeysPerStep keys, anew for
+// each part of kKeysPerPart, and parts are joined in order. Source: Milakov and Gimelshein 2018, "Online
+// normalizer calculation for softmax".
 #include "attention_core.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lanes.h"
 
 namespace pdmesh::kernels::PDMESH_VARIANT {
 namespace {
 
-constexpr int kQueriesPerGroup = kLanes == 16 ? 4 : 2;  // as many as the registers hold next to their sums
+constexpr int kQueriesPerGroup =
+    kLanes == 16 ? 4 : (kLanes == 8 ? 3 : 2);  // as many as the registers hold next to their sums
 constexpr int kVectorsPerSlice = 4;
 constexpr int kPaddingFloats =
     16;  // of a head, equal for every variant so that scratch_floats has one answer
@@ -32,27 +35,40 @@ struct KeyStep {
   int num_keys = 0;
 };
 
-// Running state of the tile's queries, one entry per (token, head of the group).
-struct QueryState {
-  float* query;   // [num_queries, padded]
+// What some keys come to for the tile's queries, one entry per (token, head of the group).
+struct Gathered {
   float* output;  // [num_queries, padded], not yet divided by the sum
   float* max;
   float* sum;
+
+  static Gathered at(float* floats, int num_queries, int padded) {
+    float* max = floats + num_queries * padded;
+    return {floats, max, max + num_queries};
+  }
+};
+
+// Running state of the tile's queries.
+struct QueryState {
+  float* query;    // [num_queries, padded]
   float* weights;  // [kQueriesPerGroup, kKeysPerStep]
   float* packed;   // [2, kKeysPerStep, padded]
+  Gathered part;   // of the part that is being attended to
+  Gathered whole;  // of the parts before it
+  int num_queries = 0;
   int padded = 0;
 };
 
-QueryState lay_out(float* scratch, int num_group_heads, int head_dim) {
-  const int num_queries = kTokensPerTile * num_group_heads;
+QueryState lay_out(const AttentionTile& tile, float* scratch) {
   QueryState state{};
-  state.padded = padded_head_dim(head_dim);
+  state.num_queries = tile.num_tokens * tile.num_group_heads;
+  state.padded = padded_head_dim(tile.head_dim);
   state.query = scratch;
-  state.output = state.query + num_queries * state.padded;
-  state.packed = state.output + num_queries * state.padded;
+  state.packed = state.query + state.num_queries * state.padded;
   state.weights = state.packed + 2 * kKeysPerStep * state.padded;
-  state.max = state.weights + 4 * kKeysPerStep;
-  state.sum = state.max + num_queries;
+  float* gathered = state.weights + 4 * kKeysPerStep;
+  const std::int64_t floats = part_floats(tile.num_tokens, tile.num_group_heads, tile.head_dim);
+  state.part = Gathered::at(gathered, state.num_queries, state.padded);
+  state.whole = Gathered::at(gathered + floats, state.num_queries, state.padded);
   return state;
 }
 
@@ -64,11 +80,14 @@ void load_queries(const AttentionTile& tile, const QueryState& state) {
       float* to = state.query + index * state.padded;
       for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] * tile.scale;
       std::fill(to + tile.head_dim, to + state.padded, 0.0F);
-      std::fill_n(state.output + index * state.padded, state.padded, 0.0F);
-      state.max[index] = kNegativeInfinity;
-      state.sum[index] = 0.0F;
     }
   }
+}
+
+void begin_part(const QueryState& state) {
+  std::fill_n(state.part.output, state.num_queries * state.padded, 0.0F);
+  std::fill_n(state.part.max, state.num_queries, kNegativeInfinity);
+  std::fill_n(state.part.sum, state.num_queries, 0.0F);
 }
 
 const float* pack_row(const float* from, float* to, int head_dim, int padded) {
@@ -129,38 +148,50 @@ float total(Vec v) {
   return lanes[0];
 }
 
-// Writes the unnormalised weights of the first num_visible keys (zeros behind them), updates the running
-// maximum and sum, and scales what the query has gathered so far to the new maximum.
-void weigh_keys(const QueryState& state, int index, const KeyStep& step, int num_visible, float* weights) {
+// The keys of one step that a query sees: [begin, end), not empty.
+struct VisibleKeys {
+  int begin = 0;
+  int end = 0;
+};
+
+// Writes the unnormalised weights of the visible keys (zeros around them), updates the running maximum and
+// sum, and scales what the query has gathered so far to the new maximum.
+void weigh_keys(const QueryState& state, int index, const KeyStep& step, VisibleKeys visible,
+                float* weights) {
   Vec best = broadcast(kNegativeInfinity);
-  const int num_scored = (num_visible + kLanes - 1) / kLanes * kLanes;
-  for (int j = 0; j < num_scored; j += kLanes) {
+  const int first_scored = visible.begin / kLanes * kLanes;
+  const int num_scored = (visible.end + kLanes - 1) / kLanes * kLanes;
+  for (int j = first_scored; j < num_scored; j += kLanes) {
     Vec scores = score_keys(state.query + index * state.padded, step.key_rows + j, state.padded);
-    for (int i = num_visible - j; i < kLanes; ++i) scores[i] = kNegativeInfinity;
+    for (int i = 0; i < visible.begin - j; ++i) scores[i] = kNegativeInfinity;
+    for (int i = visible.end - j; i < kLanes; ++i) scores[i] = kNegativeInfinity;
     store(weights + j, scores);
     best = scores > best ? scores : best;
   }
-  const float old_max = state.max[index];
+  const float old_max = state.part.max[index];
   const float new_max = std::max(old_max, largest(best));
   Vec sums = {};
-  for (int j = 0; j < num_scored; j += kLanes) {
+  for (int j = first_scored; j < num_scored; j += kLanes) {
     const Vec weight = exp_nonpositive(load(weights + j) - new_max);
     store(weights + j, weight);
     sums += weight;
   }
+  std::fill(weights, weights + first_scored, 0.0F);
   std::fill(weights + num_scored, weights + kKeysPerStep, 0.0F);
   const float rescale = exp_nonpositive(old_max - new_max);
-  state.max[index] = new_max;
-  state.sum[index] = state.sum[index] * rescale + total(sums);
-  float* output = state.output + index * state.padded;
+  state.part.max[index] = new_max;
+  state.part.sum[index] = state.part.sum[index] * rescale + total(sums);
+  float* output = state.part.output + index * state.padded;
   for (int d = 0; d < state.padded; d += kLanes) store(output + d, load(output + d) * rescale);
 }
 
+// Keys outside [keys.begin, keys.end) are not read: no query of the group sees them, and their rows may be
+// anything.
 template <int kQueries>
-void gather_values(const QueryState& state, int index, const KeyStep& step, int num_keys) {
+void gather_values(const QueryState& state, int index, const KeyStep& step, VisibleKeys keys) {
   for (int d = 0; d < state.padded; d += kVectorsPerSlice * kLanes) {
     const int num_vectors = std::min(kVectorsPerSlice, (state.padded - d) / kLanes);
-    float* output = state.output + index * state.padded + d;
+    float* output = state.part.output + index * state.padded + d;
     if (num_vectors == kVectorsPerSlice) {
       Vec sums[kQueries][kVectorsPerSlice];
 #pragma GCC unroll 4
@@ -168,7 +199,7 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
 #pragma GCC unroll 4
         for (int v = 0; v < kVectorsPerSlice; ++v) sums[q][v] = load(output + q * state.padded + v * kLanes);
       }
-      for (int j = 0; j < num_keys; ++j) {
+      for (int j = keys.begin; j < keys.end; ++j) {
         const float* row = step.value_rows[j] + d;
 #pragma GCC unroll 4
         for (int q = 0; q < kQueries; ++q) {
@@ -187,7 +218,7 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
     for (int q = 0; q < kQueries; ++q) {
       for (int v = 0; v < num_vectors; ++v) {
         Vec sum = load(output + q * state.padded + v * kLanes);
-        for (int j = 0; j < num_keys; ++j) {
+        for (int j = keys.begin; j < keys.end; ++j) {
           sum += state.weights[q * kKeysPerStep + j] * load(step.value_rows[j] + d + v * kLanes);
         }
         store(output + q * state.padded + v * kLanes, sum);
@@ -196,48 +227,128 @@ void gather_values(const QueryState& state, int index, const KeyStep& step, int 
   }
 }
 
-void attend_step(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key) {
-  const int first_token = std::max(0, first_key - tile.first_position);
-  const int end = tile.num_tokens * tile.num_group_heads;
-  const auto num_visible = [&](int index) {
-    const int position = tile.first_position + index / tile.num_group_heads;
-    return std::min(step.num_keys, position + 1 - first_key);
+template <int kQueries>
+void attend_queries(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key,
+                    int index) {
+  const auto visible = [&](int query) {
+    const int position = tile.first_position + query / tile.num_group_heads;
+    return VisibleKeys{.begin = std::max(0, position - (tile.window_tokens - 1) - first_key),
+                       .end = std::min(step.num_keys, position + 1 - first_key)};
   };
-  int index = first_token * tile.num_group_heads;
-  for (; index + kQueriesPerGroup <= end; index += kQueriesPerGroup) {
-    for (int q = 0; q < kQueriesPerGroup; ++q) {
-      weigh_keys(state, index + q, step, num_visible(index + q), state.weights + q * kKeysPerStep);
-    }
-    gather_values<kQueriesPerGroup>(state, index, step, num_visible(index + kQueriesPerGroup - 1));
+  for (int q = 0; q < kQueries; ++q) {
+    weigh_keys(state, index + q, step, visible(index + q), state.weights + q * kKeysPerStep);
   }
-  for (; index < end; ++index) {
-    weigh_keys(state, index, step, num_visible(index), state.weights);
-    gather_values<1>(state, index, step, num_visible(index));
+  gather_values<kQueries>(state, index, step,
+                          {.begin = visible(index).begin, .end = visible(index + kQueries - 1).end});
+}
+
+template <int kQueries>
+void attend_last_queries(const AttentionTile& tile, const QueryState& state, const KeyStep& step,
+                         int first_key, int index, int end) {
+  if (end - index == kQueries) {
+    attend_queries<kQueries>(tile, state, step, first_key, index);
+  } else if constexpr (kQueries > 1) {
+    attend_last_queries<kQueries - 1>(tile, state, step, first_key, index, end);
   }
 }
 
-void store_outputs(const AttentionTile& tile, const QueryState& state) {
+// The first token whose window begins behind the step's last key; tokens before it see that key, if the step
+// does not begin behind them.
+int end_of_seeing_tokens(const AttentionTile& tile, int first_key, int num_keys) {
+  const std::int64_t last_position = std::int64_t{first_key} + num_keys - 1 + (tile.window_tokens - 1);
+  return static_cast<int>(std::min<std::int64_t>(tile.num_tokens, last_position + 1 - tile.first_position));
+}
+
+void attend_step(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key) {
+  const int first_token = std::max(0, first_key - tile.first_position);
+  const int end = end_of_seeing_tokens(tile, first_key, step.num_keys) * tile.num_group_heads;
+  int index = first_token * tile.num_group_heads;
+  for (; index + kQueriesPerGroup <= end; index += kQueriesPerGroup) {
+    attend_queries<kQueriesPerGroup>(tile, state, step, first_key, index);
+  }
+  attend_last_queries<kQueriesPerGroup - 1>(tile, state, step, first_key, index, end);
+}
+
+// ---- parts ----
+
+int end_position(const AttentionTile& tile) {
+  return tile.first_position + tile.num_tokens;
+}
+
+void attend_keys_of_part(const AttentionTile& tile, int part, const QueryState& state) {
+  begin_part(state);
+  const int begin = std::max(part * kKeysPerPart, tile.first_visible() / kKeysPerStep * kKeysPerStep);
+  const int end = std::min((part + 1) * kKeysPerPart, end_position(tile));
+  for (int first_key = begin; first_key < end; first_key += kKeysPerStep) {
+    const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
+    attend_step(tile, state, step, first_key);
+  }
+}
+
+// A query that sees nothing of the part has gathered no weight there and keeps its bits; one that saw nothing
+// before takes the part's. One copy of the
+// code, because the compiler may fuse a sum of two products either way.
+__attribute__((noinline)) void join(const Gathered& whole, const Gathered& part, int num_queries,
+                                    int padded) {
+  for (int index = 0; index < num_queries; ++index) {
+    if (part.sum[index] == 0.0F) continue;
+    const float max = std::max(whole.max[index], part.max[index]);
+    const float keep = exp_nonpositive(whole.max[index] - max);
+    const float take = exp_nonpositive(part.max[index] - max);
+    whole.max[index] = max;
+    whole.sum[index] = whole.sum[index] * keep + part.sum[index] * take;
+    float* to = whole.output + index * padded;
+    const float* from = part.output + index * padded;
+    for (int d = 0; d < padded; d += kLanes) store(to + d, load(to + d) * keep + load(from + d) * take);
+  }
+}
+
+void store_outputs(const AttentionTile& tile, const Gathered& whole, int padded) {
   for (int token = 0; token < tile.num_tokens; ++token) {
     for (int head = 0; head < tile.num_group_heads; ++head) {
       const int index = token * tile.num_group_heads + head;
-      const float* from = state.output + index * state.padded;
+      const float* from = whole.output + index * padded;
       float* to = tile.output + token * tile.output_token_stride + head * tile.head_dim;
-      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] / state.sum[index];
+      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] / whole.sum[index];
     }
   }
+}
+
+void attend_tile(const AttentionTile& tile, float* scratch) {
+  QueryState state = lay_out(tile, scratch);
+  load_queries(tile, state);
+  const int first_part = tile.first_visible() / kKeysPerPart;
+  attend_keys_of_part(tile, first_part, state);
+  std::swap(state.part, state.whole);
+  for (int part = first_part + 1; part * kKeysPerPart < end_position(tile); ++part) {
+    attend_keys_of_part(tile, part, state);
+    join(state.whole, state.part, state.num_queries, state.padded);
+  }
+  store_outputs(tile, state.whole, state.padded);
+}
+
+void attend_part(const AttentionTile& tile, int part, float* result, float* scratch) {
+  QueryState state = lay_out(tile, scratch);
+  state.part = Gathered::at(result, state.num_queries, state.padded);
+  load_queries(tile, state);
+  attend_keys_of_part(tile, part, state);
+}
+
+void join_parts(const AttentionTile& tile, float* results, int num_parts) {
+  const int num_queries = tile.num_tokens * tile.num_group_heads;
+  const int padded = padded_head_dim(tile.head_dim);
+  const Gathered whole = Gathered::at(results, num_queries, padded);
+  const std::int64_t stride = part_floats(tile.num_tokens, tile.num_group_heads, tile.head_dim);
+  for (int part = 1; part < num_parts; ++part) {
+    join(whole, Gathered::at(results + part * stride, num_queries, padded), num_queries, padded);
+  }
+  store_outputs(tile, whole, padded);
 }
 
 }  // namespace
 
-void attend_tile(const AttentionTile& tile, float* scratch) {
-  const QueryState state = lay_out(scratch, tile.num_group_heads, tile.head_dim);
-  load_queries(tile, state);
-  const int end = tile.first_position + tile.num_tokens;
-  for (int first_key = 0; first_key < end; first_key += kKeysPerStep) {
-    const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
-    attend_step(tile, state, step, first_key);
-  }
-  store_outputs(tile, state);
+AttentionCore attention_core() {
+  return {&attend_tile, &attend_part, &join_parts};
 }
 
 }  // namespace pdmesh::kernels::PDMESH_VARIANT

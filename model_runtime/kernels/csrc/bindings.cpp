@@ -1,19 +1,21 @@
 // Python face of the native kernels: checks shapes, releases the interpreter lock, forwards.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <new>
+#include <limits>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 
 #include "elementwise.h"
 #include "instruction_set.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "tensor_view.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,18 +23,17 @@ using namespace nb::literals;
 namespace pdmesh::kernels {
 namespace {
 
-using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
-using MutableHeads = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
-using Pages = nb::ndarray<const float, nb::ndim<4>, nb::device::cpu>;
-using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using MutableMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
-using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Panels = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using PackedTensor = nb::ndarray<nb::pytorch, float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using RowIds = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RowInts = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Heads = TensorView<const float, 3>;
+using MutableHeads = TensorView<float, 3>;
+using Pages = TensorView<const float, 4>;
+using Table = TensorView<const std::int32_t, 2, true>;
+using Matrix = TensorView<const float, 2>;
+using MutableMatrix = TensorView<float, 2>;
+using Vector = TensorView<const float, 1, true>;
+using Angles = TensorView<const float, 2, true>;
+using BlockRows = TensorView<const std::uint8_t, 2>;
+using RowIds = TensorView<const std::int64_t, 1, true>;
+using RowInts = TensorView<const std::int32_t, 1, true>;
 
 void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(std::string("paged attention: ") + message);
@@ -59,16 +60,6 @@ MutableMatrixView view(const MutableMatrix& matrix) {
   return {matrix.data(), matrix.stride(0)};
 }
 
-// Aligned to cache lines, as is then every row of a panel. Freed by std::free.
-float* allocate_panels(std::int64_t num_floats) {
-  constexpr std::size_t kAlignment = 64;
-  const std::size_t num_bytes = static_cast<std::size_t>(num_floats) * sizeof(float);
-  const std::size_t rounded = std::max((num_bytes + kAlignment - 1) / kAlignment * kAlignment, kAlignment);
-  void* memory = std::aligned_alloc(kAlignment, rounded);
-  if (memory == nullptr) throw std::bad_alloc();
-  return static_cast<float*>(memory);
-}
-
 int checked_num_threads(int num_threads) {
   if (num_threads < 1) {
     throw std::invalid_argument("num_threads must be at least 1, got " + std::to_string(num_threads));
@@ -78,7 +69,7 @@ int checked_num_threads(int num_threads) {
 
 AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pages& value_pages,
                             const Table& page_table, const RowInts& begins, const RowInts& lengths,
-                            const MutableHeads& output, float scale) {
+                            const MutableHeads& output, float scale, std::optional<int> window_left_tokens) {
   const auto head_dim = static_cast<std::int64_t>(query.shape(2));
   require(has_stride(query, 2, 1) && has_stride(query, 1, head_dim), "the heads of query must be contiguous");
   require(has_stride(output, 2, 1) && has_stride(output, 1, head_dim),
@@ -122,6 +113,11 @@ AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pa
   call.num_kv_heads = static_cast<int>(key_pages.shape(2));
   call.head_dim = static_cast<int>(head_dim);
   call.scale = scale;
+  if (window_left_tokens) {
+    require(*window_left_tokens >= 0 && *window_left_tokens < std::numeric_limits<int>::max(),
+            "window_left_tokens must not be negative");
+    call.window_tokens = *window_left_tokens + 1;
+  }
   return call;
 }
 
@@ -144,58 +140,72 @@ class CpuKernels {
   CpuKernels(int num_threads, std::string_view instruction_set)
       : set_(choose_instruction_set(instruction_set)),
         pool_(checked_num_threads(num_threads)),
-        attention_(set_.attend_tile, num_threads) {}
+        attention_(set_.attention, num_threads) {}
 
   int num_threads() const { return pool_.num_threads(); }
   std::string instruction_set() const { return set_.name; }
+  std::int64_t num_packed_bytes() const { return num_packed_bytes_; }
+  std::vector<std::string> quantizations() const {
+    std::vector<std::string> names;
+    for (const StoredQuantization& stored : stored_quantizations()) names.emplace_back(stored.name);
+    return names;
+  }
 
   void attend(const Heads& query, const Pages& key_pages, const Pages& value_pages, const Table& page_table,
-              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale) {
-    const AttentionCall call =
-        describe_call(query, key_pages, value_pages, page_table, begins, lengths, output, scale);
+              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale,
+              std::optional<int> window_left_tokens) {
+    const AttentionCall call = describe_call(query, key_pages, value_pages, page_table, begins, lengths,
+                                             output, scale, window_left_tokens);
     const nb::gil_scoped_release unlocked;
     attention_.attend(call, pool_);
   }
 
-  PackedTensor pack(const Matrix& weight) {
+  std::unique_ptr<PackedWeight> pack(const Matrix& weight) {
     require_linear(has_stride(weight, 1, 1), "the last axis must be contiguous");
-    PackedWeight packed;
-    packed.num_columns = static_cast<int>(weight.shape(0));
-    packed.depth = static_cast<int>(weight.shape(1));
-    packed.columns_per_panel = set_.linear.columns_per_panel;
-    float* panels = allocate_panels(packed.num_panels() * packed.panel_floats());
-    const nb::capsule owner(panels, [](void* memory) noexcept { std::free(memory); });
-    {
-      const nb::gil_scoped_release unlocked;
-      kernels::pack(pool_, view(weight), packed, panels);
-    }
-    return PackedTensor(panels,
-                        {static_cast<std::size_t>(packed.num_panels()), weight.shape(1),
-                         static_cast<std::size_t>(packed.columns_per_panel)},
-                        owner);
+    auto packed = allocate_weight(WeightFormat::kFloat32, weight.shape(0), weight.shape(1));
+    const nb::gil_scoped_release unlocked;
+    kernels::pack(pool_, view(weight), *packed);
+    num_packed_bytes_ += packed->num_bytes();
+    return packed;
   }
 
-  void gather_rows(const Panels& weight, const RowIds& rows, const MutableMatrix& output) {
-    const PackedWeight packed = describe_packed(weight, static_cast<int>(weight.shape(0) * weight.shape(2)));
-    require_linear(output.shape(0) == rows.shape(0) && output.shape(1) == weight.shape(1),
-                   "output must have one row of the weight's depth per row id");
+  std::unique_ptr<PackedWeight> pack_blocks(const BlockRows& blocks, std::string_view quantization) {
+    const StoredQuantization& stored = find_stored_quantization(quantization);
+    require_linear(has_stride(blocks, 1, 1), "the last axis must be contiguous");
+    require_linear(blocks.shape(1) % static_cast<std::size_t>(stored.block_bytes) == 0,
+                   "the last axis must be whole blocks");
+    const std::size_t num_blocks = blocks.shape(1) / static_cast<std::size_t>(stored.block_bytes);
+    auto packed = allocate_weight(stored.format, blocks.shape(0),
+                                  num_blocks * static_cast<std::size_t>(stored.weights_per_block));
+    const nb::gil_scoped_release unlocked;
+    kernels::pack_blocks(pool_, {blocks.data(), blocks.stride(0)}, stored, *packed);
+    num_packed_bytes_ += packed->num_bytes();
+    return packed;
+  }
+
+  void gather_rows(const PackedWeight& weight, const RowIds& rows, const MutableMatrix& output) {
+    require_packed(weight);
+    require_linear(
+        output.shape(0) == rows.shape(0) && output.shape(1) == static_cast<std::size_t>(weight.depth()),
+        "output must have one row of the weight's depth per row id");
     require_linear(has_stride(output, 1, 1), "the last axis must be contiguous");
     for (std::size_t i = 0; i < rows.shape(0); ++i) {
-      require_linear(rows(i) >= 0 && rows(i) < packed.num_columns, "row ids must name rows of the weight");
+      require_linear(rows(i) >= 0 && rows(i) < weight.num_columns(), "row ids must name rows of the weight");
     }
     const nb::gil_scoped_release unlocked;
-    kernels::gather_rows(packed, rows.data(), static_cast<int>(rows.shape(0)), view(output));
+    kernels::gather_rows(weight, rows.data(), static_cast<int>(rows.shape(0)), view(output));
   }
 
-  void multiply(const Matrix& input, const Panels& weight, const MutableMatrix& output) {
-    const PackedWeight packed = describe_packed(weight, static_cast<int>(output.shape(1)));
-    require_linear(input.shape(1) == weight.shape(1), "input and weight must have one depth");
+  void multiply(const Matrix& input, const PackedWeight& weight, const MutableMatrix& output) {
+    require_packed(weight);
+    require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
+                   "input and weight must have one depth");
     require_linear(output.shape(0) == input.shape(0), "output must have input's rows");
-    require_linear(static_cast<std::size_t>(packed.num_panels()) == weight.shape(0),
+    require_linear(output.shape(1) == static_cast<std::size_t>(weight.num_columns()),
                    "output must have weight's rows as columns");
     require_linear(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
     const nb::gil_scoped_release unlocked;
-    kernels::multiply(pool_, set_.linear, view(input), static_cast<int>(input.shape(0)), packed,
+    kernels::multiply(pool_, set_.linear, view(input), static_cast<int>(input.shape(0)), weight,
                       view(output));
   }
 
@@ -229,20 +239,23 @@ class CpuKernels {
   }
 
  private:
-  PackedWeight describe_packed(const Panels& weight, int num_columns) const {
-    require_linear(weight.shape(2) == static_cast<std::size_t>(set_.linear.columns_per_panel),
+  std::unique_ptr<PackedWeight> allocate_weight(WeightFormat format, std::size_t num_columns,
+                                                std::size_t depth) const {
+    constexpr std::size_t kLargest = std::numeric_limits<int>::max();
+    require_linear(num_columns <= kLargest && depth <= kLargest, "the weight is too large");
+    return std::make_unique<PackedWeight>(format, static_cast<int>(num_columns), static_cast<int>(depth),
+                                          set_.linear.columns_per_panel);
+  }
+
+  void require_packed(const PackedWeight& weight) const {
+    require_linear(weight.columns_per_panel() == set_.linear.columns_per_panel,
                    "weight must be packed by these kernels");
-    PackedWeight packed;
-    packed.panels = weight.data();
-    packed.num_columns = num_columns;
-    packed.depth = static_cast<int>(weight.shape(1));
-    packed.columns_per_panel = set_.linear.columns_per_panel;
-    return packed;
   }
 
   InstructionSet set_;
   WorkerPool pool_;
   PagedAttention attention_;
+  std::int64_t num_packed_bytes_ = 0;
 };
 
 std::vector<std::string> instruction_sets() {
@@ -256,21 +269,34 @@ std::vector<std::string> instruction_sets() {
 
 NB_MODULE(_native, module) {
   using pdmesh::kernels::CpuKernels;
+  using pdmesh::kernels::PackedWeight;
   module.doc() = "Native CPU kernels of model_runtime.";
+  nb::class_<PackedWeight>(module, "PackedWeight",
+                           "A weight [num_columns, depth] in the layout of one instruction set.")
+      .def_prop_ro("num_columns", &PackedWeight::num_columns)
+      .def_prop_ro("depth", &PackedWeight::depth)
+      .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
   nb::class_<CpuKernels>(module, "CpuKernels",
                          "Float32 kernels with threads of their own; one call at a time.")
       .def(nb::init<int, std::string_view>(), "num_threads"_a, "instruction_set"_a = "",
            "The calling thread counts as one of num_threads; an empty instruction_set takes the best.")
       .def_prop_ro("num_threads", &CpuKernels::num_threads)
       .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
+      .def_prop_ro("quantizations", &CpuKernels::quantizations, "What pack_blocks accepts.")
+      .def_prop_ro("num_packed_bytes", &CpuKernels::num_packed_bytes,
+                   "Memory of all weights packed by these kernels.")
       .def("attend", &CpuKernels::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
            "value_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
-           "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a,
+           "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a, "window_left_tokens"_a = nb::none(),
            "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
-           "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows].")
+           "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows]. "
+           "window_left_tokens: tokens before its own that a query sees, None for all.")
       .def("pack", &CpuKernels::pack, "weight"_a.noconvert(),
            "weight float32[columns, depth] in the layout that multiply and gather_rows of this instruction "
            "set read.")
+      .def("pack_blocks", &CpuKernels::pack_blocks, "blocks"_a.noconvert(), "quantization"_a,
+           "blocks uint8[columns, bytes] of a GGUF quantization, kept quantised; products are those of the "
+           "float32 weight that the blocks stand for, bit for bit.")
       .def("gather_rows", &CpuKernels::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")

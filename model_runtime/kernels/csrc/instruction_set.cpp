@@ -10,17 +10,17 @@ std::vector<InstructionSet> runnable_instruction_sets() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("fma")) {
-    found.push_back({"avx512", &avx512::attend_tile, avx512::linear_core(), &avx512::rms_norm,
+    found.push_back({"avx512", avx512::attention_core(), avx512::linear_core(), &avx512::rms_norm,
                      &avx512::silu_multiply, &avx512::rotate});
   }
 #endif
 #ifdef PDMESH_HAS_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    found.push_back({"avx2", &avx2::attend_tile, avx2::linear_core(), &avx2::rms_norm, &avx2::silu_multiply,
-                     &avx2::rotate});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    found.push_back({"avx2", avx2::attention_core(), avx2::linear_core(), &avx2::rms_norm,
+                     &avx2::silu_multiply, &avx2::rotate});
   }
 #endif
-  found.push_back({"baseline", &baseline::attend_tile, baseline::linear_core(), &baseline::rms_norm,
+  found.push_back({"baseline", baseline::attention_core(), baseline::linear_core(), &baseline::rms_norm,
                    &baseline::silu_multiply, &baseline::rotate});
   return found;
 }

@@ -13,7 +13,7 @@ namespace pdmesh::kernels {
 
 struct InstructionSet {
   const char* name;
-  AttentionCore attend_tile;
+  AttentionCore attention;
   LinearCore linear;
   RmsNormCore rms_norm;
   SiluMultiplyCore silu_multiply;

@@ -5,7 +5,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <utility>
+
+#if PDMESH_LANES > 4
+#include <immintrin.h>
+#endif
 
 namespace pdmesh::kernels {
 namespace {
@@ -15,6 +20,9 @@ constexpr int kLanes = PDMESH_LANES;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef float UnalignedVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int IntVec __attribute__((vector_size(4 * kLanes)));
+typedef int UnalignedIntVec __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
+typedef signed char ByteVec __attribute__((vector_size(kLanes)));
+typedef unsigned short HalfVec __attribute__((vector_size(2 * kLanes)));
 
 inline Vec load(const float* from) {
   return *reinterpret_cast<const UnalignedVec*>(from);
@@ -24,6 +32,53 @@ inline void store(float* to, Vec value) {
 }
 inline Vec broadcast(float value) {
   return value - Vec{};
+}
+
+// ---- integers that become floats; exact, from any address ----
+
+inline IntVec load_ints(const std::byte* from) {
+  return *reinterpret_cast<const UnalignedIntVec*>(from);
+}
+
+// Signed bytes. Written for the instruction set where the compiler would take the vector apart.
+inline Vec load_bytes(const std::byte* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+#if PDMESH_LANES == 16
+  const IntVec wide = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(bytes)));
+#elif PDMESH_LANES == 8
+  const IntVec wide =
+      reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<long long>(bytes))));
+#else
+  const IntVec wide = __builtin_convertvector(bytes, IntVec);
+#endif
+  return __builtin_convertvector(wide, Vec);
+}
+
+// Finite float16 bit patterns. Source: IEEE 754 binary16; read as the top of a float32 the exponent is too
+// small by the difference of the biases, 112.
+inline Vec load_halves(const std::byte* from) {
+  HalfVec halves;
+  std::memcpy(&halves, from, sizeof(halves));
+#if PDMESH_LANES == 16
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(halves)));
+#elif PDMESH_LANES == 8
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(halves)));
+#else
+  const IntVec bits = __builtin_convertvector(halves, IntVec);
+  const Vec magnitude = reinterpret_cast<Vec>((bits & 0x7FFF) << 13) * 0x1p112F;
+  return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(magnitude) | (bits & 0x8000) << 16);
+#endif
+}
+
+// The lowest four bits of every lane, unsigned.
+inline Vec nibble_to_float(IntVec words) {
+#if PDMESH_LANES == 16
+  constexpr Vec kValues = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return __builtin_shuffle(kValues, words);  // which looks at no other bits of the index
+#else
+  return __builtin_convertvector(words & 15, Vec);
+#endif
 }
 
 struct HalfLow {

@@ -2,43 +2,133 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <functional>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "block_record.h"
 
 namespace pdmesh::kernels {
 namespace {
 
 // Below this many weights handing a part to another thread costs more than it saves.
 constexpr std::int64_t kMinWeightsToShare = 16384;
+constexpr std::size_t kAlignment = 64;
 
-void pack_panel(MatrixView weight, const PackedWeight& packed, int panel, float* to) {
-  const int first_column = panel * packed.columns_per_panel;
-  for (int n = 0; n < packed.columns_per_panel; ++n) {
-    const bool is_padding = first_column + n >= packed.num_columns;
-    const float* from = is_padding ? nullptr : weight.data + (first_column + n) * weight.stride;
-    for (int k = 0; k < packed.depth; ++k) {
-      to[static_cast<std::int64_t>(k) * packed.columns_per_panel + n] = is_padding ? 0.0F : from[k];
+std::byte* allocate_panels(std::int64_t num_bytes) {
+  const auto rounded = (static_cast<std::size_t>(num_bytes) + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = std::aligned_alloc(kAlignment, std::max(rounded, kAlignment));
+  if (memory == nullptr) throw std::bad_alloc();
+  return static_cast<std::byte*>(memory);
+}
+
+void for_panels(WorkerPool& pool, int num_panels, const std::function<void(int)>& run) {
+  std::atomic<int> next_panel{0};
+  pool.run_on_all([&](int) {
+    for (int panel = next_panel++; panel < num_panels; panel = next_panel++) run(panel);
+  });
+}
+
+// ---- float32 panels ----
+
+void pack_panel(MatrixView weight, PackedWeight& packed, int panel) {
+  const int columns = packed.columns_per_panel();
+  float* to = reinterpret_cast<float*>(packed.panel(panel));
+  for (int n = 0; n < columns; ++n) {
+    const int column = panel * columns + n;
+    const bool is_padding = column >= packed.num_columns();
+    const float* from = is_padding ? nullptr : weight.data + column * weight.stride;
+    for (int k = 0; k < packed.depth(); ++k) {
+      to[static_cast<std::int64_t>(k) * columns + n] = is_padding ? 0.0F : from[k];
     }
+  }
+}
+
+void gather_column(const PackedWeight& weight, const float* panel, int n, float* to) {
+  for (int k = 0; k < weight.depth(); ++k) {
+    to[k] = panel[static_cast<std::int64_t>(k) * weight.columns_per_panel() + n];
+  }
+}
+
+// ---- panels of blocks ----
+
+void require_finite(const PlainBlock& block, int column) {
+  for (int i = 0; i < 2; ++i) {
+    if (!std::isfinite(block.scales[i]) || !std::isfinite(block.minima[i])) {
+      throw std::invalid_argument("linear: row " + std::to_string(column) +
+                                  " of the weight has a scale that is not finite");
+    }
+  }
+}
+
+void pack_panel_of_blocks(BlockRowsView rows, const StoredQuantization& stored, PackedWeight& packed,
+                          int panel) {
+  const BlockLayout layout = block_layout(packed.format());
+  const int columns = packed.columns_per_panel();
+  for (int n = 0; n < columns; ++n) {
+    const int column = panel * columns + n;
+    for (int index = 0; index < packed.depth() / kBlockDepth; ++index) {
+      PlainBlock block;
+      if (column < packed.num_columns()) {
+        block = stored.read_part(rows.data + column * rows.stride, index);
+        require_finite(block, column);
+      }
+      const RecordColumn place{layout, columns, n};
+      place.store(block, packed.panel(panel) + static_cast<std::int64_t>(index) * layout.record() * columns);
+    }
+  }
+}
+
+void gather_column_of_blocks(const PackedWeight& weight, const std::byte* panel, int n, float* to) {
+  const BlockLayout layout = block_layout(weight.format());
+  const RecordColumn place{layout, weight.columns_per_panel(), n};
+  const bool is_signed = layout.code_bits == 8;
+  for (int first = 0; first < weight.depth(); first += kBlockDepth) {
+    const PlainBlock block = place.load(panel);
+    for (int k = 0; k < kBlockDepth; ++k) {
+      const int code = is_signed ? static_cast<std::int8_t>(block.codes[k]) : block.codes[k];
+      const int scale = k < layout.weights_per_scale ? 0 : 1;
+      to[first + k] = static_cast<float>(code) * block.scales[scale] + block.minima[scale];
+    }
+    panel += layout.record() * weight.columns_per_panel();
   }
 }
 
 }  // namespace
 
-void pack(WorkerPool& pool, MatrixView weight, const PackedWeight& packed, float* panels) {
-  std::atomic<int> next_panel{0};
-  pool.run_on_all([&](int) {
-    for (int panel = next_panel++; panel < packed.num_panels(); panel = next_panel++) {
-      pack_panel(weight, packed, panel, panels + panel * packed.panel_floats());
-    }
-  });
+PackedWeight::PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel)
+    : format_(format), num_columns_(num_columns), depth_(depth), columns_per_panel_(columns_per_panel) {
+  panels_.reset(allocate_panels(num_bytes()));
+}
+
+std::int64_t PackedWeight::panel_bytes() const {
+  const auto columns = static_cast<std::int64_t>(columns_per_panel_);
+  if (format_ == WeightFormat::kFloat32) return columns * depth_ * static_cast<std::int64_t>(sizeof(float));
+  return columns * (depth_ / kBlockDepth) * block_layout(format_).record();
+}
+
+void pack(WorkerPool& pool, MatrixView weight, PackedWeight& packed) {
+  for_panels(pool, packed.num_panels(), [&](int panel) { pack_panel(weight, packed, panel); });
+}
+
+void pack_blocks(WorkerPool& pool, BlockRowsView rows, const StoredQuantization& stored,
+                 PackedWeight& packed) {
+  for_panels(pool, packed.num_panels(),
+             [&](int panel) { pack_panel_of_blocks(rows, stored, packed, panel); });
 }
 
 void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_rows,
                  MutableMatrixView output) {
   for (int i = 0; i < num_rows; ++i) {
-    const std::int64_t panel = rows[i] / weight.columns_per_panel;
-    const float* from = weight.panels + panel * weight.panel_floats() + rows[i] % weight.columns_per_panel;
+    const std::byte* panel = weight.panel(static_cast<int>(rows[i] / weight.columns_per_panel()));
+    const auto n = static_cast<int>(rows[i] % weight.columns_per_panel());
     float* to = output.data + i * output.stride;
-    for (int k = 0; k < weight.depth; ++k) {
-      to[k] = from[static_cast<std::int64_t>(k) * weight.columns_per_panel];
+    if (weight.format() == WeightFormat::kFloat32) {
+      gather_column(weight, reinterpret_cast<const float*>(panel), n, to);
+    } else {
+      gather_column_of_blocks(weight, panel, n, to);
     }
   }
 }
@@ -53,20 +143,21 @@ void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int nu
     for (int piece = next_piece++; piece < num_pieces; piece = next_piece++) {
       const int panel = piece / pieces_per_panel;
       const int row = piece % pieces_per_panel * kRowsPerPiece;
-      const int column = panel * weight.columns_per_panel;
+      const int column = panel * weight.columns_per_panel();
       PanelProduct product;
       product.input = input.data + row * input.stride;
       product.input_stride = input.stride;
-      product.panel = weight.panels + panel * weight.panel_floats();
+      product.panel = weight.panel(panel);
+      product.format = weight.format();
       product.output = output.data + row * output.stride + column;
       product.output_stride = output.stride;
       product.num_rows = std::min(kRowsPerPiece, num_rows - row);
-      product.num_columns = std::min(weight.columns_per_panel, weight.num_columns - column);
-      product.depth = weight.depth;
+      product.num_columns = std::min(weight.columns_per_panel(), weight.num_columns() - column);
+      product.depth = weight.depth();
       core.multiply_panel(product);
     }
   };
-  if (weight.num_panels() * weight.panel_floats() < kMinWeightsToShare) {
+  if (static_cast<std::int64_t>(weight.num_columns()) * weight.depth() < kMinWeightsToShare) {
     drain(0);
   } else {
     pool.run_on_all(drain);

@@ -1,39 +1,67 @@
 // A linear layer without bias: input [num_rows, depth] times the transpose of weight [num_columns, depth].
 //
-// The weight is packed once into panels, [ceil(num_columns / columns_per_panel), depth, columns_per_panel],
-// so that every product reads it front to back. A row's result depends on nothing but the row and the weight.
+// The weight is packed once into panels of adjacent columns, so that every product reads it front to back. A
+// row's result depends on nothing but the row and the weight: a quantised weight gives the bits that the same
+// weight gives in float32.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 
 #include "linear_core.h"
+#include "stored_blocks.h"
+#include "weight_format.h"
 #include "worker_pool.h"
 
 namespace pdmesh::kernels {
 
-// A packed weight; not owned. Columns past num_columns in the last panel are zero.
-struct PackedWeight {
-  const float* panels = nullptr;
-  int num_columns = 0;
-  int depth = 0;
-  int columns_per_panel = 0;
-
-  int num_panels() const { return (num_columns + columns_per_panel - 1) / columns_per_panel; }
-  std::int64_t panel_floats() const { return static_cast<std::int64_t>(depth) * columns_per_panel; }
-};
-
-// A matrix whose last axis is contiguous; not owned. Strides in floats.
-struct MatrixView {
-  const float* data = nullptr;
+// A matrix whose last axis is contiguous; not owned. Strides in elements.
+template <class Element>
+struct RowsView {
+  Element* data = nullptr;
   std::int64_t stride = 0;
 };
-struct MutableMatrixView {
-  float* data = nullptr;
-  std::int64_t stride = 0;
+using MatrixView = RowsView<const float>;
+using MutableMatrixView = RowsView<float>;
+using BlockRowsView = RowsView<const std::uint8_t>;
+
+// Owns its panels, which begin on a cache line. Columns past num_columns in the last panel are zero.
+class PackedWeight {
+ public:
+  // Panels are not initialised. Throws std::bad_alloc.
+  PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel);
+
+  WeightFormat format() const { return format_; }
+  int num_columns() const { return num_columns_; }
+  int depth() const { return depth_; }
+  int columns_per_panel() const { return columns_per_panel_; }
+  int num_panels() const { return (num_columns_ + columns_per_panel_ - 1) / columns_per_panel_; }
+  std::int64_t panel_bytes() const;
+  std::int64_t num_bytes() const { return num_panels() * panel_bytes(); }
+  std::byte* panel(int index) { return panels_.get() + index * panel_bytes(); }
+  const std::byte* panel(int index) const { return panels_.get() + index * panel_bytes(); }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+
+  WeightFormat format_;
+  int num_columns_;
+  int depth_;
+  int columns_per_panel_;
+  std::unique_ptr<std::byte, Free> panels_;
 };
 
-// Writes `panels`, which has the shape of `packed`, from weight [num_columns, depth].
-void pack(WorkerPool& pool, MatrixView weight, const PackedWeight& packed, float* panels);
+// Fills a float32 weight from [num_columns, depth].
+void pack(WorkerPool& pool, MatrixView weight, PackedWeight& packed);
+
+// Fills a weight of the stored quantization's format from rows of its blocks, [num_columns, row bytes].
+// Throws std::invalid_argument for a scale or minimum that is not finite.
+void pack_blocks(WorkerPool& pool, BlockRowsView rows, const StoredQuantization& stored,
+                 PackedWeight& packed);
 
 // output[i] = row rows[i] of the weight that was packed. REQUIRES: rows in [0, num_columns).
 void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_rows,

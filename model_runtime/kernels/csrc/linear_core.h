@@ -3,7 +3,10 @@
 // Plain data and function pointers, compiled once per instruction set. Must not know threads or Python.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "weight_format.h"
 
 namespace pdmesh::kernels {
 
@@ -14,12 +17,13 @@ inline constexpr int kRowsPerPiece = 128;
 struct PanelProduct {
   const float* input = nullptr;  // [num_rows, depth]
   std::int64_t input_stride = 0;
-  const float* panel = nullptr;  // [depth, columns_per_panel]
-  float* output = nullptr;       // [num_rows, num_columns]
+  const std::byte* panel = nullptr;  // of `format`; aligned for float
+  WeightFormat format = WeightFormat::kFloat32;
+  float* output = nullptr;  // [num_rows, num_columns]
   std::int64_t output_stride = 0;
   int num_rows = 0;     // at most kRowsPerPiece
   int num_columns = 0;  // in [1, columns_per_panel]; the panel's other columns are padding
-  int depth = 0;
+  int depth = 0;        // whole blocks, if the format has blocks
 };
 
 struct LinearCore {

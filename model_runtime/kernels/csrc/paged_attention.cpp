@@ -12,6 +12,39 @@ namespace {
 constexpr std::int64_t kMinPairsToShare = 4096;
 constexpr std::int64_t kAlignmentFloats = 16;
 
+std::int64_t align(std::int64_t num_floats) {
+  return (num_floats + kAlignmentFloats - 1) / kAlignmentFloats * kAlignmentFloats;
+}
+
+AttentionTile describe_tile(const AttentionCall& call, std::int64_t row, int first_token, int kv_head,
+                            std::int64_t row_offset) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const std::int64_t token = row_offset + first_token;
+  const std::int64_t head_offset = static_cast<std::int64_t>(kv_head) * group * call.head_dim;
+  const std::int64_t kv_offset = static_cast<std::int64_t>(kv_head) * call.head_dim;
+  AttentionTile tile;
+  tile.query = call.query + token * call.query_token_stride + head_offset;
+  tile.query_token_stride = call.query_token_stride;
+  tile.output = call.output + token * call.output_token_stride + head_offset;
+  tile.output_token_stride = call.output_token_stride;
+  tile.num_tokens = std::min(kTokensPerTile, call.lengths[row] - first_token);
+  tile.num_group_heads = group;
+  tile.head_dim = call.head_dim;
+  tile.first_position = call.begins[row] + first_token;
+  tile.window_tokens = call.window_tokens;
+  tile.scale = call.scale;
+  tile.key = {call.key + kv_offset, call.key_page_stride, call.key_token_stride};
+  tile.value = {call.value + kv_offset, call.value_page_stride, call.value_token_stride};
+  tile.page_table = call.page_table + row * call.max_pages;
+  tile.page_tokens = static_cast<int>(call.page_tokens);
+  return tile;
+}
+
+// The first part of its history that a row's first token sees.
+int first_part(const AttentionCall& call, std::int64_t row) {
+  return std::max(0, call.begins[row] - (call.window_tokens - 1)) / kKeysPerPart;
+}
+
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("paged attention: " + message);
 }
@@ -19,15 +52,22 @@ constexpr std::int64_t kAlignmentFloats = 16;
 }  // namespace
 
 std::int64_t scratch_floats(int num_group_heads, int head_dim) {
-  const std::int64_t padded = (head_dim + kAlignmentFloats - 1) / kAlignmentFloats * kAlignmentFloats;
   const std::int64_t num_queries = static_cast<std::int64_t>(kTokensPerTile) * num_group_heads;
-  return 2 * num_queries * padded + 2 * kKeysPerStep * padded + 4 * kKeysPerStep + 2 * num_queries;
+  return (num_queries + 2 * kKeysPerStep) * align(head_dim) + 4 * kKeysPerStep +
+         2 * part_floats(kTokensPerTile, num_group_heads, head_dim);
+}
+
+std::int64_t part_floats(int num_tokens, int num_group_heads, int head_dim) {
+  return align(static_cast<std::int64_t>(num_tokens) * num_group_heads * (align(head_dim) + 2));
 }
 
 void AttentionCall::validate() const {
   if (num_kv_heads < 1 || num_heads % num_kv_heads != 0) {
     refuse("num_heads " + std::to_string(num_heads) + " is no multiple of num_kv_heads " +
            std::to_string(num_kv_heads));
+  }
+  if (window_tokens < 1) {
+    refuse("a query must see at least itself, window_tokens is " + std::to_string(window_tokens));
   }
   std::int64_t num_row_tokens = 0;
   for (std::int64_t row = 0; row < num_rows; ++row) {
@@ -61,39 +101,49 @@ PagedAttention::PagedAttention(AttentionCore core, int num_threads)
 
 void PagedAttention::plan_items(const AttentionCall& call) {
   items_.clear();
+  splits_.clear();
+  const std::int64_t floats_per_part = part_floats(1, call.num_heads / call.num_kv_heads, call.head_dim);
   std::int64_t row_offset = 0;
   for (std::int64_t row = 0; row < call.num_rows; ++row) {
+    // A decoding row has one token for each head: too little to share out but by its history.
+    const bool is_split = call.lengths[row] == 1 && first_part(call, row) < call.begins[row] / kKeysPerPart;
     // Late tiles see the most keys; handing them out first leaves small ones to even out the end.
     const int num_tiles = (call.lengths[row] + kTokensPerTile - 1) / kTokensPerTile;
     for (int tile = num_tiles - 1; tile >= 0; --tile) {
       for (int kv_head = 0; kv_head < call.num_kv_heads; ++kv_head) {
-        items_.push_back({row, tile * kTokensPerTile, kv_head, row_offset});
+        const Item item{row, tile * kTokensPerTile, kv_head, row_offset};
+        if (is_split) {
+          plan_parts(call, item, floats_per_part);
+        } else {
+          items_.push_back(item);
+        }
       }
     }
     row_offset += call.lengths[row];
   }
+  const auto num_floats = static_cast<std::size_t>(
+      splits_.empty() ? 0 : splits_.back().first_float + splits_.back().num_parts * floats_per_part);
+  if (part_results_.size() < num_floats) part_results_.resize(num_floats);
 }
 
-void PagedAttention::attend_item(const AttentionCall& call, const Item& item, float* scratch) const {
-  const int group = call.num_heads / call.num_kv_heads;
-  const std::int64_t token = item.row_offset + item.first_token;
-  const std::int64_t head_offset = static_cast<std::int64_t>(item.kv_head) * group * call.head_dim;
-  const std::int64_t kv_offset = static_cast<std::int64_t>(item.kv_head) * call.head_dim;
-  AttentionTile tile;
-  tile.query = call.query + token * call.query_token_stride + head_offset;
-  tile.query_token_stride = call.query_token_stride;
-  tile.output = call.output + token * call.output_token_stride + head_offset;
-  tile.output_token_stride = call.output_token_stride;
-  tile.num_tokens = std::min(kTokensPerTile, call.lengths[item.row] - item.first_token);
-  tile.num_group_heads = group;
-  tile.head_dim = call.head_dim;
-  tile.first_position = call.begins[item.row] + item.first_token;
-  tile.scale = call.scale;
-  tile.key = {call.key + kv_offset, call.key_page_stride, call.key_token_stride};
-  tile.value = {call.value + kv_offset, call.value_page_stride, call.value_token_stride};
-  tile.page_table = call.page_table + item.row * call.max_pages;
-  tile.page_tokens = static_cast<int>(call.page_tokens);
-  core_(tile, scratch);
+void PagedAttention::plan_parts(const AttentionCall& call, Item tile, std::int64_t floats_per_part) {
+  const int first = first_part(call, tile.row);
+  const int num_parts = call.begins[tile.row] / kKeysPerPart + 1 - first;
+  const std::int64_t first_float =
+      splits_.empty() ? 0 : splits_.back().first_float + splits_.back().num_parts * floats_per_part;
+  tile.split = splits_.size();
+  splits_.push_back({first, num_parts, first_float, num_parts});
+  for (tile.part = first; tile.part < first + num_parts; ++tile.part) items_.push_back(tile);
+}
+
+void PagedAttention::attend_item(const AttentionCall& call, const Item& item, float* scratch) {
+  const AttentionTile tile = describe_tile(call, item.row, item.first_token, item.kv_head, item.row_offset);
+  if (item.part == kAllParts) return core_.attend_tile(tile, scratch);
+  Split& split = splits_[item.split];
+  float* results = part_results_.data() + split.first_float;
+  const std::int64_t floats_per_part = part_floats(tile.num_tokens, tile.num_group_heads, tile.head_dim);
+  core_.attend_part(tile, item.part, results + (item.part - split.first_part) * floats_per_part, scratch);
+  if (--std::atomic_ref<int>(split.num_unfinished) == 0) core_.join_parts(tile, results, split.num_parts);
 }
 
 void PagedAttention::attend(const AttentionCall& call, WorkerPool& pool) {
@@ -101,7 +151,9 @@ void PagedAttention::attend(const AttentionCall& call, WorkerPool& pool) {
   plan_items(call);
   std::int64_t num_pairs = 0;
   for (std::int64_t row = 0; row < call.num_rows; ++row) {
-    num_pairs += static_cast<std::int64_t>(call.lengths[row]) * (call.begins[row] + call.lengths[row]);
+    const std::int64_t num_keys =
+        std::min<std::int64_t>(call.begins[row] + call.lengths[row], call.window_tokens);
+    num_pairs += call.lengths[row] * num_keys;
   }
   const auto num_floats = static_cast<std::size_t>(
       scratch_floats(call.num_heads / call.num_kv_heads, call.head_dim) + kAlignmentFloats);

@@ -1,9 +1,11 @@
-// Causal grouped-query attention over a paged key/value cache: splits a batch into tiles and shares them out.
+// Causal, optionally windowed, grouped-query attention over a paged key/value cache: splits a batch into
+// tiles and shares them out.
 //
 // Reads the cache through the page table only. Must not know Python, the arena or the scheduler.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "attention_core.h"
@@ -35,6 +37,7 @@ struct AttentionCall {
   int num_kv_heads = 0;
   int head_dim = 0;
   float scale = 1.0F;
+  int window_tokens = std::numeric_limits<int>::max();  // tokens a query sees, its own included
 
   // Throws std::invalid_argument naming the value; nothing has been read or written then.
   void validate() const;
@@ -51,18 +54,34 @@ class PagedAttention {
   void attend(const AttentionCall& call, WorkerPool& pool);
 
  private:
+  static constexpr int kAllParts = -1;
+
+  // A tile, or one part of a tile whose parts are shared out.
   struct Item {
     std::int64_t row;
     int first_token;  // within the row
     int kv_head;
     std::int64_t row_offset;  // of the row's first token among the batch's tokens
+    int part = kAllParts;
+    std::size_t split = 0;  // of splits_, if it is a part
+  };
+
+  // A tile whose parts are shared out: whoever finishes the last part joins them.
+  struct Split {
+    int first_part;
+    int num_parts;
+    std::int64_t first_float;  // in part_results_
+    int num_unfinished;        // atomic while a call runs
   };
 
   void plan_items(const AttentionCall& call);
-  void attend_item(const AttentionCall& call, const Item& item, float* scratch) const;
+  void plan_parts(const AttentionCall& call, Item tile, std::int64_t floats_per_part);
+  void attend_item(const AttentionCall& call, const Item& item, float* scratch);
 
   AttentionCore core_;
   std::vector<Item> items_;
+  std::vector<Split> splits_;
+  std::vector<float> part_results_;
   std::vector<std::vector<float>> scratch_;  // per thread
 };
 

@@ -34,13 +34,8 @@ std::vector<float> Multiplied(int num_threads) {
   const LinearCore core = baseline::linear_core();
   const std::vector<float> weight = Numbers(std::size_t{kNumColumns} * kDepth);
   const std::vector<float> input = Numbers(std::size_t{kNumRows} * kDepth);
-  PackedWeight packed{.panels = nullptr,
-                      .num_columns = kNumColumns,
-                      .depth = kDepth,
-                      .columns_per_panel = core.columns_per_panel};
-  std::vector<float> panels(static_cast<std::size_t>(packed.num_panels() * packed.panel_floats()));
-  packed.panels = panels.data();
-  pack(pool, {.data = weight.data(), .stride = kDepth}, packed, panels.data());
+  PackedWeight packed(WeightFormat::kFloat32, kNumColumns, kDepth, core.columns_per_panel);
+  pack(pool, {.data = weight.data(), .stride = kDepth}, packed);
   std::vector<float> output(std::size_t{kNumRows} * kNumColumns);
   multiply(pool, core, {.data = input.data(), .stride = kDepth}, kNumRows, packed,
            {.data = output.data(), .stride = kNumColumns});
@@ -116,7 +111,7 @@ std::vector<float> Attended(int num_threads) {
                            .scale = 0.25F};
   call.validate();
   WorkerPool pool(num_threads);
-  PagedAttention attention(&baseline::attend_tile, num_threads);
+  PagedAttention attention(baseline::attention_core(), num_threads);
   attention.attend(call, pool);
   return output;
 }

@@ -20,6 +20,7 @@ from cache_runtime.errors import (
 from cache_runtime.pools.kv_pool import KvPool
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan, pack
+from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
 
 
@@ -211,3 +212,61 @@ def test_cpu_streams_and_events_are_always_done() -> None:
 def test_cpu_memory_cannot_be_aligned_beyond_a_memory_page() -> None:
     with pytest.raises(ArenaAllocationError, match="alignment of 1048576 bytes"):
         CpuDevice().alloc(10, 1 << 20)
+
+
+def interleaved_arena() -> CacheArena:
+    """Five layers keep a window and one keeps everything, so that the window's fields share planes."""
+    recipe = SlidingFullCacheRecipe(
+        num_layers=6,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype="float32",
+        prefix_granularity=8,
+        memory_bytes=1 << 16,
+        is_sliding=(True,) * 5 + (False,),
+        sliding_window_tokens=16,
+    )
+    return CacheArena(recipe.setup().plan, CpuDevice())
+
+
+def test_a_field_between_others_is_one_array_of_rows_at_the_contracts_distance() -> None:
+    arena = interleaved_arena()
+    stride_rows = arena.contract.group("sliding").block_stride_rows
+    assert stride_rows == 5 * 8
+    rows, blocks = arena.rows("layers.3.v"), arena.field("layers.3.v")
+    assert rows.is_contiguous()
+    assert rows.shape == ((blocks.shape[0] - 1) * stride_rows + 8, 2, 4)
+    rows[2 * stride_rows + 5] = 1.0
+    assert blocks[2, 5].eq(1.0).all()
+    assert int(blocks.sum()) == 8
+
+
+def test_rows_of_a_field_between_others_stay_inside_the_arena_and_its_blocks_apart() -> None:
+    arena = interleaved_arena()
+    for field in arena.plan.fields:
+        end = arena.rows(field.field_id).data_ptr() + arena.rows(field.field_id).nbytes
+        assert end <= arena.base_address + arena.num_bytes
+        for other in arena.plan.fields:
+            if other.group_id == field.group_id:
+                arena.field(other.field_id).zero_()
+        arena.field(field.field_id).fill_(1.0)
+        for other in arena.plan.fields:
+            if other.group_id == field.group_id and other != field:
+                assert not arena.field(other.field_id).any(), (field.field_id, other.field_id)
+
+
+def test_zeroing_a_block_between_others_clears_all_its_fields_and_no_neighbour() -> None:
+    arena = interleaved_arena()
+    for field in arena.plan.fields:
+        if field.group_id == "sliding":
+            arena.field(field.field_id).fill_(1.0)
+    arena.zero_blocks("sliding", [2])
+    for field in arena.plan.fields:
+        if field.group_id == "sliding":
+            is_set = arena.field(field.field_id).flatten(1).all(dim=1).tolist()
+            assert is_set == [block != 2 for block in range(field.num_blocks)]
+
+
+def test_a_state_group_has_no_rows() -> None:
+    with pytest.raises(TypeError, match='group "narrow": a state group has no rows'):
+        CacheArena(padded_plan(), CpuDevice()).rows("layers.0.narrow")

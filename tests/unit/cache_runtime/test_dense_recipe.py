@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,13 +37,14 @@ def test_each_layer_is_one_producer_step() -> None:
 def test_the_arena_uses_the_budget_and_never_exceeds_it() -> None:
     plan = RECIPE.setup().plan
     assert plan.num_arena_bytes <= RECIPE.memory_bytes < plan.layout.num_arena_bytes(plan.num_lcm_blocks + 1)
-    assert plan.token_capacity == plan.num_lcm_blocks * 16
+    assert RECIPE.setup().token_capacity == plan.num_lcm_blocks * 16
 
 
 def test_a_finer_block_gives_the_same_tokens_in_more_blocks() -> None:
-    plan = replace(RECIPE, block_granularity=4).setup().plan
+    setup = replace(RECIPE, block_granularity=4).setup()
+    plan = setup.plan
     assert plan.groups[0].block_granularity == 4
-    assert plan.token_capacity % 16 == 0
+    assert setup.token_capacity % 16 == 0
     assert plan.num_lcm_blocks > RECIPE.setup().plan.num_lcm_blocks
 
 
@@ -53,10 +55,10 @@ def test_the_smallest_useful_budget_is_accepted_and_one_byte_less_is_refused_nam
     recipe = replace(RECIPE, block_granularity=block_granularity)
     blocks_per_grain = 16 // block_granularity
     needed = recipe.setup().plan.layout.num_arena_bytes(blocks_per_grain)
-    exact = replace(recipe, memory_bytes=needed).setup().plan
+    exact = replace(recipe, memory_bytes=needed).setup()
     assert exact.token_capacity >= 16
     too_small = needed - 1
-    if exact.layout.num_lcm_blocks_within(too_small) >= blocks_per_grain:
+    if exact.plan.layout.num_lcm_blocks_within(too_small) >= blocks_per_grain:
         pytest.fail("the bound is not tight")
     with pytest.raises(CacheConfigError, match=f"memory_bytes {too_small} is too small.* need {needed} bytes"):
         replace(recipe, memory_bytes=too_small).setup()
@@ -80,5 +82,34 @@ def test_an_unknown_dtype_is_refused() -> None:
 )
 def test_producer_steps_must_cover_every_field_exactly_once(steps: tuple[tuple[str, ...], ...]) -> None:
     plan = replace(RECIPE, num_layers=1).setup().plan
+    whole = (tuple(field.field_id for field in plan.fields),)
+    layers = {"num_target_layers": 1, "num_draft_layers": 0, "token_capacity": 16}
     with pytest.raises(CacheConfigError, match=r"producer_fields_by_step.*(layers\.0\.v|x)"):
-        CacheSetup(plan=plan, num_layers=1, producer_fields_by_step=steps)
+        CacheSetup(plan=plan, cache_fields_by_stage=whole, producer_fields_by_step=steps, **layers)
+    with pytest.raises(CacheConfigError, match=r"cache_fields_by_stage.*(layers\.0\.v|x)"):
+        CacheSetup(plan=plan, cache_fields_by_stage=steps, producer_fields_by_step=whole, **layers)
+
+
+class _Interleaved(DenseCacheRecipe):
+    """Layers that are dealt out to two stages, and a first step that ends two of them."""
+
+    def num_draft_layers(self) -> int:
+        return 1
+
+    def layers_by_stage(self) -> Sequence[Sequence[int]]:
+        return ((0, 2), (1,))
+
+    def layers_by_step(self) -> Sequence[Sequence[int]]:
+        return ((2, 0), (1,))
+
+
+def test_stages_and_steps_need_not_be_neighbouring_layers() -> None:
+    setup = _Interleaved(
+        num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", prefix_granularity=16, memory_bytes=1 << 20
+    ).setup()
+    assert setup.cache_fields_by_stage == (
+        ("layers.0.k", "layers.0.v", "layers.2.k", "layers.2.v"),
+        ("layers.1.k", "layers.1.v"),
+    )
+    assert setup.producer_fields_by_step[0] == ("layers.2.k", "layers.2.v", "layers.0.k", "layers.0.v")
+    assert (setup.num_target_layers, setup.num_draft_layers) == (2, 1)

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_runtime.errors import CacheConfigError, UnknownFieldError, UnknownGroupError
+from cache_runtime.recipes.packing import PlaneSlot
 from cache_runtime.recipes.plan import CacheLayout, CacheMemoryPlan, pack
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, GroupDeclaration
 
@@ -102,11 +104,32 @@ def test_padding_within_the_bound_is_accepted() -> None:
     assert layout.plane_bytes == (400,)
 
 
-def test_rows_of_a_group_must_stay_gapless() -> None:
-    with pytest.raises(CacheConfigError, match=r'field "rows\.0": rows need gapless blocks.*1024 bytes.*2000 bytes'):
-        packed(
-            rows_group("rows", 64, 1), state_group("s", [2000]), packing={"rows": 1, "s": 1}, max_padding_fraction=0.9
-        )
+def test_rows_keep_strides_of_whole_blocks() -> None:
+    layout = packed(rows_group("rows", 64, 1))
+    with pytest.raises(CacheConfigError, match=r'field "rows\.0": rows need strides of whole blocks.*1024.*1536 bytes'):
+        replace(layout, plane_bytes=(1536,))
+
+
+def test_rows_of_a_group_are_equally_far_apart_in_every_plane() -> None:
+    layout = packed(rows_group("rows", 64, 2))
+    with pytest.raises(
+        CacheConfigError, match=r'one stride, but it is 1 blocks for field "rows\.0" and 2 for field "rows\.1"'
+    ):
+        replace(layout, plane_bytes=(1024, 2048))
+
+
+def test_fields_of_a_group_may_not_share_bytes_of_a_plane() -> None:
+    layout = packed(state_group("s", [8, 8]))
+    (group,) = layout.groups
+    slots = (PlaneSlot(plane=0, offset_bytes=0), PlaneSlot(plane=0, offset_bytes=4))
+    with pytest.raises(CacheConfigError, match=r'group "s": fields "s\.0" and "s\.1" overlap'):
+        replace(layout, plane_bytes=(16,), groups=(replace(group, slots=slots),))
+
+
+def test_every_field_needs_a_slot() -> None:
+    (group,) = packed(state_group("s", [8, 8])).groups
+    with pytest.raises(CacheConfigError, match='group "s": 1 slots for 2 fields'):
+        replace(group, slots=group.slots[:1])
 
 
 def test_block_granularity_must_divide_the_prefix_granularity() -> None:
@@ -243,7 +266,11 @@ def test_a_plan_survives_json() -> None:
         (("num_lcm_blocks",), "9", "num_lcm_blocks"),
         (("num_lcm_blocks",), None, "num_lcm_blocks"),
         (("surprise",), 1, "surprise"),
-        (("layout", "plane_bytes"), [1000], "1 blocks of 1024 bytes do not split a plane of 1000 bytes"),
+        (
+            ("layout", "plane_bytes"),
+            [1000],
+            "1 blocks of 1024 bytes at offset_bytes 0 do not split a plane of 1000 bytes",
+        ),
         (("layout", "plane_bytes"), [], "plane_bytes names 0 planes, the groups need 1"),
         (("layout", "plane_bytes"), [1024, -4096], "plane_bytes names 2 planes, the groups need 1"),
         (("layout", "plane_bytes"), [0], "do not split"),

@@ -18,6 +18,7 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layers.attention import AttentionContext
 from model_runtime.registry import CacheBudget, cpu_backend, find_family
+from model_runtime.weight_choice import WeightChoice, apply_choice
 
 
 class ModelBench:
@@ -31,6 +32,7 @@ class ModelBench:
         block_granularity: int = 8,
         kernel_page_size: int = 4,
         kernels: Kernels | None = None,
+        weights: WeightChoice = WeightChoice.AUTO,
     ) -> None:
         config = checkpoint.config
         family = find_family(config.architecture)
@@ -39,16 +41,20 @@ class ModelBench:
         self.arena = CacheArena(setup.plan, CpuDevice())
         self.on_stored: Callable[[int], None] = lambda layer: None
         self._pool = KvPool(self.arena, layer_begin=0, layer_end=setup.num_layers)
-        (group_id,) = self.arena.contract.group_ids
-        self._router = CacheGroupRouter(self.arena.contract, {group_id: kernel_page_size})
+        self._router = CacheGroupRouter(
+            self.arena.contract, dict.fromkeys(self.arena.contract.group_ids, kernel_page_size)
+        )
         self._kernels = cpu_backend(1).kernels if kernels is None else kernels
-        self._model = family.build(config, checkpoint.source, torch.float32, self._kernels)
+        source = apply_choice(weights, checkpoint.source, self._kernels)
+        self._model = family.build(config, source, torch.float32, self._kernels)
         bind_cache_groups(self._model.attention_layers, setup.plan)
-        self._ledger = BlockLedger(self.arena.contract.group(group_id).num_blocks, block_granularity)
+        self._ledger = BlockLedger(self.arena.contract)
 
     @torch.inference_mode()
     def logits(self, *rows: Row) -> torch.Tensor:
         plan = self._ledger.plan(rows)
+        for group_id, block_ids in zip(self.arena.contract.group_ids, plan.zero_blocks, strict=True):
+            self.arena.zero_blocks(group_id, block_ids)
         metadata = CacheBatchMetadata.from_plan(plan, self.arena.contract)
         batch = ForwardBatch.from_plan(plan, metadata)
         context = AttentionContext(

@@ -1,4 +1,4 @@
-"""Forward plans written by hand: a stand-in for the scheduler that gives requests scattered blocks of one group."""
+"""Forward plans written by hand: a stand-in for the scheduler that gives requests scattered blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from cache_runtime.contract import CacheRuntimeContract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,45 +35,77 @@ class Row:
     wants_logits: bool = True
 
 
-@dataclass(slots=True)
-class BlockLedger:
-    """Hands out shuffled block ids, so that no test passes by blocks being adjacent."""
+@dataclass(slots=True, kw_only=True)
+class _GroupLedger:
+    """One group's free blocks and tables. With a window, slots that no later token sees become holes."""
 
-    num_blocks: int
     block_granularity: int
-    free: list[int] = field(default_factory=list)
-    blocks: dict[str, list[int]] = field(default_factory=dict)
-    num_done: dict[str, int] = field(default_factory=dict)
+    window_tokens: int | None
+    free: list[int]
+    tables: dict[str, list[int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.free = list(range(1, self.num_blocks))
-        random.Random(3).shuffle(self.free)
+    def extend(self, request_id: str, begin: int, end: int) -> list[int]:
+        """Blocks for the tokens up to `end`, of which those before `begin` are computed; the fresh ones."""
+        table = self.tables.setdefault(request_id, [])
+        fresh = [self.free.pop() for _ in range(-(-end // self.block_granularity) - len(table))]
+        table.extend(fresh)
+        if self.window_tokens is not None:
+            for slot in range(max(0, begin - self.window_tokens + 1) // self.block_granularity):
+                if table[slot]:
+                    self.free.insert(0, table[slot])
+                table[slot] = 0
+        return fresh
+
+    def stacked(self, request_ids: Sequence[str]) -> npt.NDArray[np.int32]:
+        tables = [self.tables[request_id] for request_id in request_ids]
+        stacked = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
+        for index, table in enumerate(tables):
+            stacked[index, : len(table)] = table
+        return stacked
+
+
+class BlockLedger:
+    """Hands out shuffled block ids of every group, so that no test passes by blocks being adjacent.
+
+    Groups take turns with the parents, because blocks of two groups in one parent are the same bytes.
+    """
+
+    def __init__(self, contract: CacheRuntimeContract) -> None:
+        self._groups = [
+            _GroupLedger(
+                block_granularity=group.block_granularity,
+                window_tokens=group.spec.sliding_window_tokens,
+                free=_shuffled_blocks(contract, index),
+            )
+            for index, group in enumerate(contract.groups)
+        ]
+        self._num_done: dict[str, int] = {}
 
     def plan(self, rows: Sequence[Row]) -> HandPlan:
         """Each row continues where its request stands; the ledger moves on."""
-        fresh: list[int] = []
-        begins = [self.num_done.get(row.request_id, 0) for row in rows]
+        begins = [self._num_done.get(row.request_id, 0) for row in rows]
+        fresh: list[list[int]] = [[] for _ in self._groups]
         for row, begin in zip(rows, begins, strict=True):
-            table = self.blocks.setdefault(row.request_id, [])
-            while len(table) * self.block_granularity < begin + len(row.tokens):
-                table.append(self.free.pop())
-                fresh.append(table[-1])
-            self.num_done[row.request_id] = begin + len(row.tokens)
+            end = begin + len(row.tokens)
+            for group, blocks in zip(self._groups, fresh, strict=True):
+                blocks += group.extend(row.request_id, begin, end)
+            self._num_done[row.request_id] = end
+        request_ids = [row.request_id for row in rows]
         return HandPlan(
             num_rows=len(rows),
-            request_ids=[row.request_id for row in rows],
+            request_ids=request_ids,
             begins=np.array(begins, dtype=np.int32),
             input_lengths=np.array([len(row.tokens) for row in rows], dtype=np.int32),
             logits_wanted=np.array([row.wants_logits for row in rows]),
             token_ids=np.concatenate([np.array(row.tokens, dtype=np.int32) for row in rows]),
-            block_tables=[self._table(rows)],
-            zero_blocks=[np.array(fresh, dtype=np.int32)],
+            block_tables=[group.stacked(request_ids) for group in self._groups],
+            zero_blocks=[np.array(blocks, dtype=np.int32) for blocks in fresh],
         )
 
-    def _table(self, rows: Sequence[Row]) -> npt.NDArray[np.int32]:
-        widest = max(len(self.blocks[row.request_id]) for row in rows)
-        table = np.full((len(rows), widest), -1, dtype=np.int32)
-        for index, row in enumerate(rows):
-            blocks = self.blocks[row.request_id]
-            table[index, : len(blocks)] = blocks
-        return table
+
+def _shuffled_blocks(contract: CacheRuntimeContract, group: int) -> list[int]:
+    packing = contract.groups[group].packing
+    parents = range(group, contract.num_lcm_blocks, len(contract.groups))
+    blocks = [1 + parent * packing + slot for parent in parents for slot in range(packing)]
+    random.Random(3 + group).shuffle(blocks)
+    return blocks

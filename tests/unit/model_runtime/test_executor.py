@@ -64,11 +64,21 @@ class FusedRun:
         self.tokens: dict[str, list[SampledToken]] = {}
         self.hit_tokens: dict[str, int] = {}
         self.num_mixed_batches = 0
+        self.num_holes = 0
+        self._params: dict[str, SamplingParams] = {}
+        self._num_tokens = 0
 
     def generate(
         self, prompts: Mapping[str, list[int]], num_tokens: int, sampling: SamplingParams | None = None
     ) -> dict[str, list[int]]:
-        params = {request_id: sampling or SamplingParams() for request_id in prompts}
+        self.start(prompts, num_tokens, sampling)
+        while any(len(self.tokens[request_id]) < num_tokens for request_id in prompts):
+            self.step()
+        return {request_id: [token.token_id for token in self.tokens[request_id]] for request_id in prompts}
+
+    def start(self, prompts: Mapping[str, list[int]], num_tokens: int, sampling: SamplingParams | None = None) -> None:
+        self._params = {request_id: sampling or SamplingParams() for request_id in prompts}
+        self._num_tokens = num_tokens
         self._scheduler.submit(
             [
                 scheduler_core.RequestSpec(
@@ -78,23 +88,29 @@ class FusedRun:
             ]
         )
         self.tokens |= {request_id: [] for request_id in prompts}
-        while any(len(self.tokens[request_id]) < num_tokens for request_id in prompts):
-            self._step(params, num_tokens)
-        return {request_id: [token.token_id for token in self.tokens[request_id]] for request_id in prompts}
 
-    def _step(self, params: Mapping[str, SamplingParams], num_tokens: int) -> None:
+    def abort(self, *request_ids: str) -> None:
+        self._scheduler.advance([scheduler_core.AbortEvent(request_id) for request_id in request_ids])
+
+    def assert_all_blocks_return(self) -> None:
+        assert self._scheduler.clear_cache()
+        capacity = self._scheduler.capacity()
+        assert capacity.empty_lcm_blocks == capacity.total_lcm_blocks
+
+    def step(self) -> None:
         plan = self._scheduler.next_plan()
         assert not plan.is_empty
         self.num_mixed_batches += 0 < plan.num_prefill_rows < plan.num_rows
         self.hit_tokens |= {admission.request_id: admission.device_hit_tokens for admission in plan.admissions}
         self._executor.zero_blocks(plan)
-        sampled = self._executor.execute(plan, params)
+        self.num_holes += sum(int((table == 0).sum()) for table in plan.block_tables)
+        sampled = self._executor.execute(plan, self._params)
         events: list[scheduler_core.ResultEvent | scheduler_core.FinishEvent] = []
         for request_id, token in zip(plan.request_ids, sampled, strict=True):
             events.append(scheduler_core.ResultEvent(request_id, [] if token is None else [token.token_id]))
             if token is not None:
                 self.tokens[request_id].append(token)
-                if len(self.tokens[request_id]) == num_tokens:
+                if len(self.tokens[request_id]) == self._num_tokens:
                     events.append(scheduler_core.FinishEvent(request_id))
         self._scheduler.advance(events)
 
@@ -215,5 +231,5 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def one_row_plan(executor: ModelExecutor, *, wants_logits: bool = True) -> HandPlan:
-    ledger = BlockLedger(executor.arena.contract.group("full").num_blocks, GRAIN)
+    ledger = BlockLedger(executor.arena.contract)
     return ledger.plan([Row(request_id="a", tokens=[3, 4, 5], wants_logits=wants_logits)])

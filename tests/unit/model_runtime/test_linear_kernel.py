@@ -90,12 +90,17 @@ def test_contradictory_operands_are_refused(
         kernels.multiply(x, kernels.pack(weight), output)
 
 
+@pytest.mark.skipif(len(_native.instruction_sets()) < 2, reason="this CPU has one instruction set")
 def test_a_weight_packed_for_other_kernels_is_refused() -> None:
+    first, *_, last = _native.instruction_sets()
+    weight = _native.CpuKernels(1, last).pack(torch.zeros(5, 8))
     with pytest.raises(ValueError, match="packed by these kernels"):
-        _native.CpuKernels(1).multiply(torch.zeros(2, 8), torch.zeros(1, 8, 5), torch.zeros(2, 5))
+        _native.CpuKernels(1, first).multiply(torch.zeros(2, 8), weight, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="packed by these kernels"):
+        ReferenceKernels().multiply(torch.zeros(2, 8), weight, torch.zeros(2, 5))
 
 
-@pytest.mark.parametrize("row", [-1, 4096])
+@pytest.mark.parametrize("row", [-1, 4, 4096])
 def test_rows_outside_the_packed_weight_are_refused(row: int) -> None:
     for kernels in (_native.CpuKernels(1), ReferenceKernels()):
         with pytest.raises(ValueError, match="row ids"):

@@ -26,13 +26,15 @@ def make_reference(
     tied: bool = True,
     rope_parameters: dict[str, object] | None = None,
     num_layers: int = 2,
+    hidden_size: int = 48,
+    intermediate_size: int = 80,
 ) -> LlamaForCausalLM:
     """A wide initialisation keeps the argmax from being degenerate."""
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,

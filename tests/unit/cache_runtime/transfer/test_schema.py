@@ -21,7 +21,9 @@ from unit.cache_runtime.transfer.manifests import (
 )
 
 from cache_runtime.recipes.plan import pack
+from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
+from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import (
     MAX_FIELDS,
     MAX_GROUPS,
@@ -291,3 +293,33 @@ def test_a_manifest_is_built_from_a_memory_plan() -> None:
         block_stride_bytes=planned.block_stride_bytes,
         block_bytes=planned.block_bytes,
     )
+
+
+def test_a_plan_whose_fields_share_planes_describes_itself_and_its_layers_coalesce_per_block() -> None:
+    recipe = SlidingFullCacheRecipe(
+        num_layers=6,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype="float32",
+        prefix_granularity=8,
+        memory_bytes=1 << 16,
+        is_sliding=(True,) * 5 + (False,),
+        sliding_window_tokens=16,
+    )
+    setup = recipe.setup()
+    manifest = build_manifest(
+        setup.plan,
+        stages=setup.producer_fields_by_step,
+        model_fingerprint="abc",
+        weight_version="",
+        arena_base=1 << 20,
+        data_plane="memory",
+        endpoint="memory:1",
+    )
+    (rank,) = manifest.ranks
+    sliding = [item.field_id for item in manifest.logical.fields if item.group_id == "sliding"]
+    runs = coalesce(plan_block_runs(rank, rank, sliding, [3, 9], [5, 2], group_id="sliding"))
+    block_bytes = setup.plan.group_layout("sliding").block_bytes
+    assert sum(run.length_bytes for run in runs) == 2 * block_bytes
+    # Two planes, keys and values of all five layers side by side in each.
+    assert len(runs) == 4

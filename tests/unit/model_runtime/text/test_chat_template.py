@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from model_runtime.text.chat_template import ChatMessage, ChatTemplate
 from model_runtime.text.errors import ChatTemplateError
+from model_runtime.text.tokenizer import has_chat_template
+
+WriteGguf = Callable[[Mapping[str, object]], Path]
 
 _MESSAGES = (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="<b> & 'q'"))
 
@@ -67,3 +72,20 @@ def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded() -> None
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(ValueError, match="role: 'narrator' is not one of system, user, assistant, tool"):
         ChatMessage(role="narrator", content="")
+
+
+def test_whether_a_model_takes_chats_is_read_from_the_header_of_its_gguf(
+    write_gguf: WriteGguf, byte_level_values: dict[str, object]
+) -> None:
+    without = {key: value for key, value in byte_level_values.items() if key != "tokenizer.chat_template"}
+    assert not has_chat_template(write_gguf(without))
+    assert has_chat_template(write_gguf({**without, "tokenizer.chat_template": "{{ messages }}"}))
+
+
+def test_whether_a_model_takes_chats_is_read_from_the_files_of_its_directory(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert has_chat_template(tmp_path)

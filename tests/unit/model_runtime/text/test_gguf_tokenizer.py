@@ -93,6 +93,21 @@ def test_sentencepiece_adds_no_space_when_the_file_says_so(
     assert tokenizer.decode(tokenizer.encode("abc é a")) == "abc é a"
 
 
+@pytest.mark.parametrize("spelled", ["  ", "▁▁"])
+def test_a_run_of_spaces_with_a_token_of_its_own_becomes_that_token_however_the_file_spells_it(
+    write_gguf: WriteGguf, sentencepiece_values: dict[str, GgufValue], spelled: str
+) -> None:
+    user_defined = 4
+    changes: dict[str, GgufValue] = {
+        "tokenizer.ggml.tokens": [*sentencepiece_values["tokenizer.ggml.tokens"], spelled],
+        "tokenizer.ggml.token_type": [*sentencepiece_values["tokenizer.ggml.token_type"], user_defined],
+        "tokenizer.ggml.scores": [*sentencepiece_values["tokenizer.ggml.scores"], 0.0],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = load_tokenizer(write_gguf({**sentencepiece_values, **changes}))
+    assert _pieces(tokenizer, "a  b c") == [b"a", b"  ", b"b", b" ", b"c"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support.handoff_values import ID, grant, start
 
+from cache_runtime.recipes.spec import CacheFamily, CacheRetention
+from cache_runtime.transfer.schema import GroupSchema
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.checks import GrantedGroup, check_grant, check_start
 from node_runtime.handoff.messages import GroupGrant, HandoffTimings, Start
@@ -60,6 +62,45 @@ def test_any_other_grant_is_refused_by_field_and_limit(arguments: dict[str, obje
 def test_a_prompt_shorter_than_a_block_needs_one_block() -> None:
     groups = (changed(FULL, first_slot=0, block_ids=(3,)), changed(FINE, first_slot=0, block_ids=(1, 2)))
     check(from_token=0, groups=groups, num_prompt_tokens=3)
+
+
+def schema(**changes: object) -> GroupSchema:
+    fields: dict[str, object] = {
+        "group_id": "g",
+        "family": CacheFamily.HISTORY,
+        "retention": CacheRetention.FULL_HISTORY,
+        "block_granularity": 4,
+    }
+    return GroupSchema(**{**fields, **changes})
+
+
+def sliding(window_tokens: int, **changes: object) -> GroupSchema:
+    return schema(retention=CacheRetention.SLIDING_WINDOW, sliding_window_tokens=window_tokens, **changes)
+
+
+@pytest.mark.parametrize(
+    ("group", "from_token", "slots"),
+    [
+        (schema(), 8, (2, 10)),
+        (sliding(9), 8, (7, 10)),  # the next token sees 8 before its own: [30, 38)
+        (sliding(9), 32, (8, 10)),  # the hit reaches further than what has expired
+        (sliding(3), 8, (9, 10)),
+        (sliding(100), 8, (2, 10)),
+        (sliding(9, replayable=True), 32, (7, 10)),
+        (schema(family=CacheFamily.STATE), 8, (9, 10)),
+    ],
+)
+def test_the_slots_of_a_grant_are_what_is_neither_hit_nor_expired(
+    group: GroupSchema, from_token: int, slots: tuple[int, int]
+) -> None:
+    assert GrantedGroup.of(group, 10).slots(from_token, 38) == slots
+
+
+def test_a_grant_of_expired_slots_is_refused_with_both_ranges() -> None:
+    limits = {"g": GrantedGroup.of(sliding(9), 20)}
+    wide = GroupGrant(group_id="g", first_slot=2, block_ids=tuple(range(1, 9)))
+    with pytest.raises(InvalidRequest, match=r'group "g" slots: \[2, 10\) given, \[7, 10\) required'):
+        check_grant(grant(from_token=8, groups=(wide,)), num_prompt_tokens=38, prefix_granularity=4, groups=limits)
 
 
 @pytest.mark.parametrize(
