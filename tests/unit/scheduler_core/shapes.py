@@ -86,7 +86,8 @@ GROUP_MIXES: tuple[tuple[GroupMaker, ...], ...] = (
 
 
 def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
-    """The pool holds one request of some length, and of the groups whose blocks expire up to three."""
+    """The pool holds one request of some length, and of the groups whose blocks expire up to four. Beside groups that
+    need some budget for a chunk there is often not much more."""
     digits, sizes = Digits(number), Digits(other_number)
     prefix_granularity = digits.of((4, 4, 8, 2))
     mix = digits.of(GROUP_MIXES)
@@ -95,7 +96,7 @@ def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
         role=role,
         prefix_granularity=prefix_granularity,
         num_lcm_blocks=1,
-        max_batch_size=4 - digits.below(4),
+        max_batch_size=5 - digits.below(5),
         token_budget=24 - digits.below(24),
         groups=tuple(make(prefix_granularity, position) for position, make in enumerate(mix)),
         enable_prefix_cache=enable_prefix_cache,
@@ -104,9 +105,10 @@ def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
         overlap_depth=sizes.below(2),
         eviction=digits.of(list(Eviction)) if enable_prefix_cache else Eviction.LRU,
     )
-    token_budget = max(shape.token_budget, least_budget(shape), shape.verify_width)
-    shape = replace(shape, token_budget=token_budget)
-    capacity_tokens, num_requests = 16 + sizes.below(48), 1 + sizes.below(3)
+    least = max(least_budget(shape), shape.verify_width)
+    is_tight = sizes.below(2) == 1 and least_budget(shape) > 0
+    shape = replace(shape, token_budget=least + sizes.below(4) if is_tight else max(shape.token_budget, least))
+    capacity_tokens, num_requests = 16 + sizes.below(48), 1 + sizes.below(4)
     num_lcm_blocks = 0
     for group in shape.groups:
         ways = (True, False) if role is Role.DECODE else (True,)
