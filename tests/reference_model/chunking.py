@@ -12,7 +12,8 @@ def chunk_end(
 
     A prompt is stopped where others share it. Snapshots are taken on grain boundaries, so beside a state group, and on
     the way to such a stop, a chunk that leaves its prompt incomplete ends on one. The last chunk computes the window of
-    a replayable group whole, so no chunk ends inside that, and no stop lies in it."""
+    a replayable group whole, so no chunk ends inside that, and no stop lies in it. One that begins between two
+    boundaries goes to the next of them and no further."""
     last_chunk_begins_before = num_prompt_tokens - shape.replay_window_tokens
     has_stop = begin < promotion_tokens <= last_chunk_begins_before
     end = min(num_prompt_tokens, begin + num_budget_tokens)
@@ -21,7 +22,10 @@ def chunk_end(
     if end == num_prompt_tokens:
         return end
     end = min(end, last_chunk_begins_before)
-    boundary = end // shape.prefix_granularity * shape.prefix_granularity
+    grain = shape.prefix_granularity
+    boundary = end // grain * grain
+    if begin % grain and boundary > begin:
+        boundary = begin // grain * grain + grain
     if shape.has_state or (has_stop and boundary > begin):
         end = boundary
     return max(begin, end)
