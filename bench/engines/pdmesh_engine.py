@@ -51,7 +51,7 @@ class PdmeshEngine:
         num_weights = facts.float32_bytes / FLOAT32_BYTES - (0 if config.tie_word_embeddings else head)
         self.facts: Mapping[str, float] = {
             "weight_bytes": facts.num_bytes,
-            "cache_bytes_per_token": self._executor.arena.num_bytes / self._executor.plan.token_capacity,
+            "cache_bytes_per_token": self._executor.arena.num_bytes / self._executor.token_capacity,
             "weights_per_token": num_weights,
             "weights_per_prompt_token": num_weights - head,
         }
