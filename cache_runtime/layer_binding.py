@@ -1,34 +1,34 @@
 """Binding model layers to cache groups, and the one relation between visibility and storage.
 
-A model layer declares only how far back its kernel may look; which group its rows ride is a fact of the memory plan. A
-group must retain every token its layers can see.
+A model layer declares only what it deposits and how far back its kernel may look; which group that rides is a fact of
+the memory plan. A group must retain every token its layers can see.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+
+from typing_extensions import override
 
 from cache_runtime.errors import CacheConfigError, UnboundLayerError
 from cache_runtime.recipes.plan import CacheMemoryPlan
-from cache_runtime.recipes.spec import CacheFamily, CacheGroupSpec, CacheRetention, parse_layer_field_id
+from cache_runtime.recipes.spec import CacheFamily, CacheGroupSpec, CacheRetention, layer_field_id
 
 
-class PagedAttention:
-    """One attention layer's declaration towards the cache.
+class CacheLayer(ABC):
+    """One layer's declaration towards the cache: `layers.{layer}.{field_name}` tells which group it rides.
 
-    `window_left_tokens` is the compute mask: how many tokens before the query the kernel may read; None is full
-    visibility. The group is stamped by `bind_cache_groups` at start-up.
+    The group is stamped by `bind_cache_groups` at start-up. Raises CacheConfigError for a negative layer.
     """
 
-    __slots__ = ("_group_id", "layer", "window_left_tokens")
+    __slots__ = ("_group_id", "field_name", "layer")
 
-    def __init__(self, *, layer: int, window_left_tokens: int | None = None) -> None:
+    def __init__(self, *, layer: int, field_name: str) -> None:
         if layer < 0:
             raise CacheConfigError(f"layer must not be negative, got {layer}")
-        if window_left_tokens is not None and window_left_tokens < 0:
-            raise CacheConfigError(f"layer {layer}: window_left_tokens must not be negative, got {window_left_tokens}")
         self.layer = layer
-        self.window_left_tokens = window_left_tokens
+        self.field_name = field_name
         self._group_id: str | None = None
 
     @property
@@ -46,53 +46,84 @@ class PagedAttention:
             )
         self._group_id = group_id
 
-
-def history_group_by_layer(plan: CacheMemoryPlan) -> dict[int, str]:
-    """Layer -> group id, read back from the planned key fields of history groups."""
-    groups: dict[int, str] = {}
-    for field in plan.fields:
-        parsed = parse_layer_field_id(field.field_id)
-        if parsed is None or parsed.name != "k":
-            continue
-        if plan.group_layout(field.group_id).spec.family is CacheFamily.HISTORY:
-            groups[parsed.layer] = field.group_id
-    return groups
+    @abstractmethod
+    def check_group(self, spec: CacheGroupSpec) -> None:
+        """Raises CacheConfigError when the group cannot serve the layer."""
 
 
-def bind_cache_groups(layers: Iterable[PagedAttention], plan: CacheMemoryPlan) -> None:
-    """Stamp each layer with the group of its planned fields.
+class PagedAttention(CacheLayer):
+    """A layer that attends over rows.
 
-    Raises CacheConfigError, before any layer is stamped, for a layer without planned keys or one that sees further back
-    than its group retains.
+    `window_left_tokens` is the compute mask: how many tokens before the query the kernel may read; None is full
+    visibility. Raises CacheConfigError when it is negative.
+    """
+
+    __slots__ = ("window_left_tokens",)
+
+    def __init__(self, *, layer: int, window_left_tokens: int | None = None, field_name: str = "k") -> None:
+        super().__init__(layer=layer, field_name=field_name)
+        if window_left_tokens is not None and window_left_tokens < 0:
+            raise CacheConfigError(f"layer {layer}: window_left_tokens must not be negative, got {window_left_tokens}")
+        self.window_left_tokens = window_left_tokens
+
+    @override
+    def check_group(self, spec: CacheGroupSpec) -> None:
+        _check_family(self, spec, CacheFamily.HISTORY)
+        if spec.retention is CacheRetention.FULL_HISTORY:
+            return
+        if self.window_left_tokens is None:
+            raise CacheConfigError(
+                f'layer {self.layer}: full visibility cannot ride group "{spec.group_id}", which retains only '
+                f"sliding_window_tokens {spec.sliding_window_tokens}"
+            )
+        visible_tokens = self.window_left_tokens + 1
+        if spec.sliding_window_tokens is None or visible_tokens > spec.sliding_window_tokens:
+            raise CacheConfigError(
+                f"layer {self.layer}: sees {visible_tokens} tokens (window_left_tokens + 1), but group "
+                f'"{spec.group_id}" retains sliding_window_tokens {spec.sliding_window_tokens}'
+            )
+
+
+class StateLayer(CacheLayer):
+    """A layer whose memory of the past is one state."""
+
+    __slots__ = ()
+
+    def __init__(self, *, layer: int, field_name: str = "recurrent_state") -> None:
+        super().__init__(layer=layer, field_name=field_name)
+
+    @override
+    def check_group(self, spec: CacheGroupSpec) -> None:
+        _check_family(self, spec, CacheFamily.STATE)
+
+
+def bind_cache_groups(layers: Iterable[CacheLayer], plan: CacheMemoryPlan) -> None:
+    """Stamp each layer with the group of its planned field.
+
+    Raises CacheConfigError, before any layer is stamped, for a layer without a planned field, one whose field is in a
+    group of the other family, or one that sees further back than its group retains.
     """
     for layer, group_id in check_cache_groups(layers, plan):
         layer.bind(group_id)
 
 
-def check_cache_groups(layers: Iterable[PagedAttention], plan: CacheMemoryPlan) -> list[tuple[PagedAttention, str]]:
+def check_cache_groups(layers: Iterable[CacheLayer], plan: CacheMemoryPlan) -> list[tuple[CacheLayer, str]]:
     """Each layer with the group it would be bound to; needs a plan and no arena. Raises like `bind_cache_groups`."""
-    groups = history_group_by_layer(plan)
-    bindings: list[tuple[PagedAttention, str]] = []
+    group_by_field = {field.field_id: field.group_id for field in plan.fields}
+    bindings: list[tuple[CacheLayer, str]] = []
     for layer in layers:
-        if layer.layer not in groups:
-            raise CacheConfigError(f"layer {layer.layer}: the memory plan holds no keys for it")
-        group_id = groups[layer.layer]
-        _check_retention_covers(layer, plan.group_layout(group_id).spec)
+        field_id = layer_field_id(layer.layer, layer.field_name)
+        if field_id not in group_by_field:
+            raise CacheConfigError(f'layer {layer.layer}: the memory plan holds no field "{field_id}"')
+        group_id = group_by_field[field_id]
+        layer.check_group(plan.group_layout(group_id).spec)
         bindings.append((layer, group_id))
     return bindings
 
 
-def _check_retention_covers(layer: PagedAttention, spec: CacheGroupSpec) -> None:
-    if spec.retention is CacheRetention.FULL_HISTORY:
-        return
-    if layer.window_left_tokens is None:
+def _check_family(layer: CacheLayer, spec: CacheGroupSpec, family: CacheFamily) -> None:
+    if spec.family is not family:
         raise CacheConfigError(
-            f'layer {layer.layer}: full visibility cannot ride group "{spec.group_id}", which retains only '
-            f"sliding_window_tokens {spec.sliding_window_tokens}"
-        )
-    visible_tokens = layer.window_left_tokens + 1
-    if spec.sliding_window_tokens is None or visible_tokens > spec.sliding_window_tokens:
-        raise CacheConfigError(
-            f'layer {layer.layer}: sees {visible_tokens} tokens (window_left_tokens + 1), but group "{spec.group_id}" '
-            f"retains sliding_window_tokens {spec.sliding_window_tokens}"
+            f'layer {layer.layer}: "{layer.field_name}" rides a {family} group, but group "{spec.group_id}" is a '
+            f"{spec.family} group"
         )

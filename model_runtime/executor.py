@@ -17,17 +17,19 @@ import torch
 from cache_runtime.arena import CacheArena
 from cache_runtime.device import CpuDevice
 from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
-from cache_runtime.layer_binding import PagedAttention, bind_cache_groups, check_cache_groups
+from cache_runtime.layer_binding import bind_cache_groups, check_cache_groups
 from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
-from cache_runtime.pools.kv_pool import KvPool
+from cache_runtime.pools.cache_pools import CachePools
 from cache_runtime.recipes.plan import CacheMemoryPlan
+from cache_runtime.recipes.spec import CacheFamily
 from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
+from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
-from model_runtime.layers.attention import AttentionContext, declare_attention
-from model_runtime.registry import CacheBudget, compute_dtype, cpu_backend, find_family
+from model_runtime.forward_context import ForwardContext
+from model_runtime.registry import compute_dtype, cpu_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
 from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
@@ -80,9 +82,10 @@ class ModelExecutor:
                 backend.page_size_backend, block_granularity=group.block_granularity, override=kernel_page_size
             )
             for group in setup.plan.groups
+            if group.family is CacheFamily.HISTORY
         }
         # Here, where nothing is allocated yet; the model's own layers are bound once they exist.
-        check_cache_groups(_declared_layers(checkpoint.config), setup.plan)
+        check_cache_groups(family.cache_layers(checkpoint.config), setup.plan)
         # Torch's own threads spin between operations and would hold the cores that the native kernels' threads, and
         # other nodes on this machine, need; what is left to torch is too small to share.
         torch.set_num_threads(1)
@@ -91,12 +94,12 @@ class ModelExecutor:
         self._token_capacity = setup.token_capacity
         self._kernels = backend.kernels
         self._arena = CacheArena(setup.plan, CpuDevice())
-        self._pool = KvPool(self._arena, layer_begin=0, layer_end=setup.num_layers)
+        self._pools = CachePools.of(self._arena)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes)
         with torch.inference_mode():
             self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
         self._weights = describe_weights(source, backend.kernels)
-        bind_cache_groups(self._model.attention_layers, setup.plan)
+        bind_cache_groups(self._model.cache_layers, setup.plan)
 
     @property
     def config(self) -> ModelConfig:
@@ -141,17 +144,18 @@ class ModelExecutor:
         """One forward of all rows; one entry per row, None where the plan wants no logits.
 
         `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
-        right after layer i's rows of this forward are in the arena. Raises BatchContractError or ValueError, before the
-        arena is touched, for a plan that contradicts the arena's contract; LogitsError when the model breaks down.
+        right after layer i's rows or states of this forward are in the arena. Raises BatchContractError or ValueError,
+        before the arena is touched, for a plan that contradicts the arena's contract; LogitsError when the model breaks
+        down.
         """
         with torch.inference_mode():
             metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
             batch = ForwardBatch.from_plan(plan, metadata)
             params = _sampling_by_logit_row(plan, batch, sampling)
-            context = AttentionContext(
+            context = ForwardContext(
                 batch=batch,
                 routed=self._router.route(metadata),
-                pool=self._pool,
+                pools=self._pools,
                 kernels=self._kernels,
                 on_stored=_ignore_stage if on_stage is None else on_stage,
             )
@@ -161,10 +165,6 @@ class ModelExecutor:
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
-
-
-def _declared_layers(config: ModelConfig) -> tuple[PagedAttention, ...]:
-    return tuple(declare_attention(layer, config) for layer in range(config.num_layers))
 
 
 def _ignore_stage(_: int) -> None:

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
 from cache_runtime.kernel_page_sizes import CPU_PAGED
-from cache_runtime.layer_binding import PagedAttention
-from cache_runtime.recipes.base import CacheRecipe
-from cache_runtime.recipes.dense import DenseCacheRecipe
-from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
-from cache_runtime.scheduler_bridge import SchedulerLimits
-from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError, UnsupportedDtypeError
-from model_runtime.forward_batch import ForwardBatch
+from model_runtime.families import gemma3, llama
+from model_runtime.family import ModelFamily
 from model_runtime.kernels import _native
 from model_runtime.kernels.interface import Kernels
-from model_runtime.layers.attention import AttentionContext
-from model_runtime.models.gemma3 import Gemma3Model, gemma3_tensor_shapes
-from model_runtime.models.llama import LlamaModel, llama_tensor_shapes
-from model_runtime.weights import Shape, TensorSource
-
-
-class Model(Protocol):
-    """A loaded model: weights and the layers' declarations, no cache and no request."""
-
-    @property
-    def attention_layers(self) -> tuple[PagedAttention, ...]: ...
-
-    def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
-        """float32[number of logit tokens, vocab_size]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheBudget:
-    """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it."""
-
-    memory_bytes: int
-    prefix_granularity: int
-    dtype: str
-    scheduler_limits: SchedulerLimits | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFamily:
-    """The seams of one family: which tensors it needs, how it caches, how it is built."""
-
-    tensor_shapes: Callable[[ModelConfig], Mapping[str, Shape]]
-    cache_recipe: Callable[[ModelConfig, CacheBudget], CacheRecipe]
-    build: Callable[[ModelConfig, TensorSource, torch.dtype, Kernels], Model]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,42 +43,7 @@ def cpu_backend(num_threads: int) -> KernelBackend:
     return KernelBackend(page_size_backend=CPU_PAGED, kernels=_native.CpuKernels(num_threads))
 
 
-def _dense_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
-    return DenseCacheRecipe(
-        prefix_granularity=budget.prefix_granularity,
-        memory_bytes=budget.memory_bytes,
-        scheduler_limits=budget.scheduler_limits,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=budget.dtype,
-    )
-
-
-def _sliding_full_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
-    if config.sliding is None:
-        return _dense_recipe(config, budget)
-    return SlidingFullCacheRecipe(
-        prefix_granularity=budget.prefix_granularity,
-        memory_bytes=budget.memory_bytes,
-        scheduler_limits=budget.scheduler_limits,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=budget.dtype,
-        is_sliding=config.sliding.is_sliding,
-        sliding_window_tokens=config.sliding.window_tokens,
-    )
-
-
 _FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
-    {
-        "LlamaForCausalLM": ModelFamily(
-            tensor_shapes=llama_tensor_shapes, cache_recipe=_dense_recipe, build=LlamaModel
-        ),
-        "Gemma3ForCausalLM": ModelFamily(
-            tensor_shapes=gemma3_tensor_shapes, cache_recipe=_sliding_full_recipe, build=Gemma3Model
-        ),
-    }
+    {"LlamaForCausalLM": llama.FAMILY, "Gemma3ForCausalLM": gemma3.FAMILY}
 )
 _CPU_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32})

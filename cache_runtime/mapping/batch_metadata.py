@@ -38,6 +38,12 @@ class BatchPlan(Protocol):
     def input_lengths(self) -> Int32Array: ...
     @property
     def block_tables(self) -> Sequence[Int32Array]: ...
+    @property
+    def checkpoint_tokens(self) -> Int32Array: ...
+    @property
+    def state_input_slots(self) -> Sequence[Int32Array]: ...
+    @property
+    def state_output_slots(self) -> Sequence[Int32Array]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +51,10 @@ class CacheBatchMetadata:
     """Row r feeds the tokens at positions [begins[r], begins[r] + input_lengths[r]).
 
     `begins`, `input_lengths`: int32[num_rows]. `block_tables[group_id]`: int32[num_rows, slots of the group]; slot i
-    covers positions [i * block_granularity, (i + 1) * block_granularity).
+    covers positions [i * block_granularity, (i + 1) * block_granularity). `checkpoint_tokens`: int32[num_rows], the
+    position inside a row up to which its states are kept as well, 0 for none. `state_input_slots[group_id]` and
+    `state_output_slots[group_id]`, of state groups only: int32[num_rows], the slot a row continues from (-1: none) and
+    the one it leaves its state in.
     """
 
     contract: CacheRuntimeContract
@@ -53,6 +62,9 @@ class CacheBatchMetadata:
     begins: Int32Array
     input_lengths: Int32Array
     block_tables: Mapping[str, Int32Array]
+    checkpoint_tokens: Int32Array
+    state_input_slots: Mapping[str, Int32Array]
+    state_output_slots: Mapping[str, Int32Array]
 
     @classmethod
     def from_plan(cls, plan: BatchPlan, contract: CacheRuntimeContract) -> CacheBatchMetadata:
@@ -76,6 +88,9 @@ class CacheBatchMetadata:
             begins=begins,
             input_lengths=input_lengths,
             block_tables=MappingProxyType(dict(zip(contract.group_ids, tables, strict=True))),
+            checkpoint_tokens=_checked_column("checkpoint_tokens", plan.checkpoint_tokens, plan.num_rows),
+            state_input_slots=_state_columns("state_input_slots", plan.state_input_slots, plan, contract),
+            state_output_slots=_state_columns("state_output_slots", plan.state_output_slots, plan, contract),
         )
 
     @property
@@ -83,10 +98,29 @@ class CacheBatchMetadata:
         return int(self.input_lengths.sum())
 
 
+def _checked_column(name: str, values: Int32Array, num_rows: int) -> Int32Array:
+    if values.shape != (num_rows,):
+        raise BatchContractError(f"{name} has shape {values.shape}, expected ({num_rows},)")
+    return values
+
+
+def _state_columns(
+    name: str, columns: Sequence[Int32Array], plan: BatchPlan, contract: CacheRuntimeContract
+) -> Mapping[str, Int32Array]:
+    if len(columns) != len(contract.groups):
+        raise BatchContractError(f"plan carries {len(columns)} {name}, the contract has {len(contract.groups)} groups")
+    return MappingProxyType(
+        {
+            group.group_id: _checked_column(f'group "{group.group_id}": {name}', column, plan.num_rows)
+            for group, column in zip(contract.groups, columns, strict=True)
+            if group.spec.family is CacheFamily.STATE
+        }
+    )
+
+
 def _check_spans(num_rows: int, begins: Int32Array, input_lengths: Int32Array) -> None:
     for name, values in (("begins", begins), ("input_lengths", input_lengths)):
-        if values.shape != (num_rows,):
-            raise BatchContractError(f"{name} has shape {values.shape}, expected ({num_rows},)")
+        _checked_column(name, values, num_rows)
         if num_rows and values.min() < 0:
             raise BatchContractError(f"{name} must not be negative, row {int(values.argmin())} has {values.min()}")
 

@@ -1,7 +1,8 @@
 """CacheGroupRouter: the one logical-to-physical mapping point.
 
 Learns each claimed group's block_granularity and kernel_page_size once; per forward it turns the scheduler's block
-tables into page tables and write locations. Behind it kernels see pages only; nothing before it sees them at all.
+tables into page tables and write locations, and the plan's state slots into blocks. Behind it attention kernels see
+pages only; nothing before it sees them at all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cache_runtime.contract import CacheRuntimeContract
+from cache_runtime.contract import CacheGroupContract, CacheRuntimeContract
 from cache_runtime.device import CpuDevice, Device
 from cache_runtime.errors import BatchContractError, CacheConfigError, UnknownGroupError
 from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
 from cache_runtime.mapping.group_tables import CacheGroupGeometry, expand_block_table
+from cache_runtime.mapping.state_blocks import resolve_state_blocks
 from cache_runtime.mapping.write_locations import span_write_locations
 from cache_runtime.recipes.spec import CacheFamily
 
@@ -29,11 +31,27 @@ class RoutedGroup:
     write_locations: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateBlocks:
+    """One state group's view of a forward: physical block ids, all int32[num_rows].
+
+    Row r continues from `input_blocks[r]` (-1: from zeros), leaves the state after `checkpoint_lengths[r]` of its
+    tokens in `checkpoint_blocks[r]` (-1, and 0 tokens: nowhere) and the one after all of them in `output_blocks[r]`,
+    which may be its input.
+    """
+
+    input_blocks: torch.Tensor
+    output_blocks: torch.Tensor
+    checkpoint_blocks: torch.Tensor
+    checkpoint_lengths: torch.Tensor
+
+
 class RoutedBatch:
     """The kernel view of one forward, by group id. Tensors are on the router's device and read-only by convention."""
 
-    def __init__(self, groups: Mapping[str, RoutedGroup]) -> None:
+    def __init__(self, groups: Mapping[str, RoutedGroup], states: Mapping[str, StateBlocks]) -> None:
         self._groups = groups
+        self._states = states
 
     def page_table(self, group_id: str) -> torch.Tensor:
         """int32[num_rows, max_pages] page ids, 0 (the dummy page) for holes and padding. Raises UnknownGroupError."""
@@ -47,6 +65,13 @@ class RoutedBatch:
         """Tokens per page of the group's page table. Raises UnknownGroupError."""
         return self._group(group_id).geometry.kernel_page_size
 
+    def state_blocks(self, group_id: str) -> StateBlocks:
+        """The snapshots of a state group. Raises UnknownGroupError."""
+        try:
+            return self._states[group_id]
+        except KeyError:
+            raise UnknownGroupError(f'group "{group_id}" is no state group of the router\'s contract') from None
+
     def _group(self, group_id: str) -> RoutedGroup:
         try:
             return self._groups[group_id]
@@ -55,7 +80,7 @@ class RoutedBatch:
 
 
 class CacheGroupRouter:
-    """Routes the groups named in `kernel_page_sizes`; other delivered groups ride through untouched.
+    """Routes the history groups named in `kernel_page_sizes`, and every state group; others ride through untouched.
 
     Raises UnknownGroupError for a group the contract lacks, CacheConfigError for a page size that does not divide its
     block, a group without rows, or a sharded group, whose virtual ids this router does not translate.
@@ -70,15 +95,19 @@ class CacheGroupRouter:
             _learn_geometry(contract, group_id, kernel_page_size)
             for group_id, kernel_page_size in kernel_page_sizes.items()
         )
+        self._state_groups = tuple(group for group in contract.groups if group.spec.family is CacheFamily.STATE)
 
     def route(self, metadata: CacheBatchMetadata) -> RoutedBatch:
         """One expansion and one address computation per claimed group.
 
-        Raises BatchContractError when `metadata` was checked against another contract.
+        Raises BatchContractError when `metadata` was checked against another contract, or a state has no block.
         """
         if metadata.contract is not self._contract and metadata.contract != self._contract:
             raise BatchContractError("batch metadata belongs to another runtime contract than the router's")
-        return RoutedBatch({geometry.group_id: self._route_group(geometry, metadata) for geometry in self._geometries})
+        return RoutedBatch(
+            {geometry.group_id: self._route_group(geometry, metadata) for geometry in self._geometries},
+            {group.group_id: self._route_states(group, metadata) for group in self._state_groups},
+        )
 
     def _route_group(self, geometry: CacheGroupGeometry, metadata: CacheBatchMetadata) -> RoutedGroup:
         table = metadata.block_tables[geometry.group_id]
@@ -88,6 +117,15 @@ class CacheGroupRouter:
             geometry=geometry,
             page_table=self._device.upload(pages),
             write_locations=self._device.upload(locations),
+        )
+
+    def _route_states(self, group: CacheGroupContract, metadata: CacheBatchMetadata) -> StateBlocks:
+        ids = resolve_state_blocks(group, metadata)
+        return StateBlocks(
+            input_blocks=self._device.upload(ids.input_blocks),
+            output_blocks=self._device.upload(ids.output_blocks),
+            checkpoint_blocks=self._device.upload(ids.checkpoint_blocks),
+            checkpoint_lengths=self._device.upload(ids.checkpoint_lengths),
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheFieldSpec, GroupDeclaration
 
-MAX_SOLVED_PACKING = 64
+MAX_SOLVED_PACKING = 256
 """Largest number of blocks per LCM parent that the solver chooses by itself."""
 
 

@@ -1,4 +1,4 @@
-"""What recipes of paged attention share: every layer deposits keys and values, one row per token.
+"""What recipes of attention share: layers deposit rows, one per token, whatever a row is made of.
 
 Knows no retention: which group a layer rides, and how long that keeps its blocks, is the family's to say.
 """
@@ -13,20 +13,53 @@ from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.base import CacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, layer_field_id
 
-_NUM_KV_HEADS_AXIS = 1
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowField:
+    """What one token leaves in one tensor of a layer: field `layers.{i}.{name}`, rows of `row_shape` elements.
+
+    `partition_axis` is the axis of `row_shape` that attention ranks split; None: every rank has it whole. Raises
+    CacheConfigError naming the field.
+    """
+
+    name: str
+    row_shape: tuple[int, ...]
+    partition_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.row_shape or min(self.row_shape) < 1:
+            raise CacheConfigError(
+                f'row field "{self.name}": row_shape needs positive dimensions, got {self.row_shape}'
+            )
+
+    def of_layer(self, layer: int, *, rows_per_block: int, dtype: str) -> CacheFieldSpec:
+        """The field of one layer, [rows_per_block, *row_shape] per block."""
+        return CacheFieldSpec(
+            field_id=layer_field_id(layer, self.name),
+            dtype=dtype,
+            block_shape=(rows_per_block, *self.row_shape),
+            partition_axis=None if self.partition_axis is None else self.partition_axis + 1,
+        )
+
+
+def key_value_fields(num_kv_heads: int, head_dim: int) -> tuple[RowField, ...]:
+    """Keys and values of paged attention, each [num_kv_heads, head_dim] per token and split by heads."""
+    for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if value < 1:
+            raise CacheConfigError(f"{name} must be at least 1, got {value}")
+    return tuple(RowField(name=name, row_shape=(num_kv_heads, head_dim), partition_axis=0) for name in ("k", "v"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsCacheRecipe(CacheRecipe):
-    """Fields `layers.{i}.k` and `layers.{i}.v`, each [block_granularity, num_kv_heads, head_dim] per block.
+    """Every layer deposits `row_fields` of `dtype`.
 
     `block_granularity` is in tokens and defaults to one block per prefix grain. Raises CacheConfigError naming the
     field and its value.
     """
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    row_fields: tuple[RowField, ...]
     dtype: str
     block_granularity: int | None = None
 
@@ -35,8 +68,7 @@ class RowsCacheRecipe(CacheRecipe):
             ("prefix_granularity", self.prefix_granularity),
             ("memory_bytes", self.memory_bytes),
             ("num_layers", self.num_layers),
-            ("num_kv_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
+            ("row_fields", len(self.row_fields)),
             ("block_granularity", self.rows_per_block),
         ):
             if value < 1:
@@ -50,13 +82,7 @@ class RowsCacheRecipe(CacheRecipe):
     @override
     def fields_for_layer(self, layer: int) -> tuple[CacheFieldSpec, ...]:
         return tuple(
-            CacheFieldSpec(
-                field_id=layer_field_id(layer, name),
-                dtype=self.dtype,
-                block_shape=(self.rows_per_block, self.num_kv_heads, self.head_dim),
-                partition_axis=_NUM_KV_HEADS_AXIS,
-            )
-            for name in ("k", "v")
+            field.of_layer(layer, rows_per_block=self.rows_per_block, dtype=self.dtype) for field in self.row_fields
         )
 
     def rows_group(self, group_id: str, *, sliding_window_tokens: int | None = None) -> CacheGroupSpec:

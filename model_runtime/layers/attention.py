@@ -6,33 +6,21 @@ its page table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from cache_runtime.layer_binding import PagedAttention
-from cache_runtime.mapping.router import RoutedBatch
-from cache_runtime.pools.kv_pool import KvPool
 from model_runtime.config import ModelConfig
-from model_runtime.forward_batch import ForwardBatch
-from model_runtime.kernels.interface import Kernels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionContext:
-    """What the attention layers of one forward share. `on_stored(layer)` is told once a layer's rows are written."""
-
-    batch: ForwardBatch
-    routed: RoutedBatch
-    pool: KvPool
-    kernels: Kernels
-    on_stored: Callable[[int], None]
+from model_runtime.forward_context import ForwardContext
 
 
 def declare_attention(layer: int, config: ModelConfig) -> PagedAttention:
     """What an attention layer tells the cache of itself; known before any weight is read."""
     return PagedAttention(layer=layer, window_left_tokens=config.window_left_tokens(layer))
+
+
+def declare_all_layers(config: ModelConfig) -> tuple[PagedAttention, ...]:
+    """The declarations of a model of nothing but attention layers."""
+    return tuple(declare_attention(layer, config) for layer in range(config.num_layers))
 
 
 class CachedAttention:
@@ -45,12 +33,12 @@ class CachedAttention:
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: AttentionContext
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """query [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim] -> shaped like query."""
         layer, group_id = self.declaration.layer, self.declaration.group_id
         locations = context.routed.write_locations(group_id)
-        key_rows, value_rows = context.pool.k_buffer(layer), context.pool.v_buffer(layer)
+        key_rows, value_rows = context.pools.kv.k_buffer(layer), context.pools.kv.v_buffer(layer)
         key_rows.index_copy_(0, locations, key)
         value_rows.index_copy_(0, locations, value)
         context.on_stored(layer)

@@ -13,12 +13,13 @@ import torch
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
+from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.activation import gelu_tanh_multiply
-from model_runtime.layers.attention import AttentionContext, CachedAttention
+from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotary_frequencies, rotate
-from model_runtime.models.llama import LayerBuilder
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -69,7 +70,7 @@ class Gemma3Attention:
         self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
         self.cached = CachedAttention(layer, config)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
         heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
         first_key, first_value = self._num_heads, self._num_heads + self._num_kv_heads
@@ -111,7 +112,7 @@ class Gemma3Layer:
         self.attention = Gemma3Attention(layer, builder)
         self._mlp = Gemma3Mlp(layer, builder)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         attended = self.attention(self._before_attention(hidden), angles, context)  # [T, hidden]
         hidden = self._after_attention(attended).add_(hidden)
         return self._after_mlp(self._mlp(self._before_mlp(hidden))).add_(hidden)  # [T, hidden]
@@ -133,14 +134,14 @@ class Gemma3Model:
         self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
 
     @property
-    def attention_layers(self) -> tuple[PagedAttention, ...]:
+    def cache_layers(self) -> tuple[PagedAttention, ...]:
         return tuple(layer.attention.cached.declaration for layer in self._layers)
 
-    def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         full, sliding = self._full_rotary.at(batch.positions), self._sliding_rotary.at(batch.positions)
         hidden = self._embedding(batch.token_ids).mul_(self._embedding_scale)  # [T, hidden]
-        for layer, declaration in zip(self._layers, self.attention_layers, strict=True):
+        for layer, declaration in zip(self._layers, self.cache_layers, strict=True):
             hidden = layer(hidden, full if declaration.window_left_tokens is None else sliding, context)
         last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
         return self._head(last)  # [L, vocab]

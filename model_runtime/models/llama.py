@@ -7,19 +7,18 @@ value projections are one product, and so are gate and up. T is tokens of the fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
-from model_runtime.layers.attention import AttentionContext, CachedAttention
-from model_runtime.layers.linear import Embedding, Linear
-from model_runtime.layers.norm import RmsNorm
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.rotary import Angles, RotaryTable, rotary_frequencies, rotate
-from model_runtime.weights import Shape, TensorSource, pack_stacked, read_stacked
+from model_runtime.weights import Shape, TensorSource
 
 
 def llama_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -46,30 +45,6 @@ def llama_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
     return shapes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerBuilder:
-    """What the layers of one model are built from: tensors of the source, on the kernels of the device."""
-
-    config: ModelConfig
-    source: TensorSource
-    dtype: torch.dtype
-    kernels: Kernels
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return read_stacked(self.source, (name,), self.dtype)
-
-    def norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self.tensor(name), self.config.rms_norm_eps, self.kernels)
-
-    def linear(self, *names: str) -> Linear:
-        """One layer whose output is that of the named matrices side by side."""
-        return Linear(pack_stacked(self.source, names, self.dtype, self.kernels), self.kernels)
-
-    def embedding(self, name: str) -> Embedding:
-        (weight,) = pack_stacked(self.source, (name,), self.dtype, self.kernels)
-        return Embedding(weight, self.kernels)
-
-
 class LlamaAttention:
     """Projections, rotation and attention of one layer."""
 
@@ -83,7 +58,7 @@ class LlamaAttention:
         self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
         self.cached = CachedAttention(layer, config)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
         heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
         heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
@@ -122,7 +97,7 @@ class LlamaLayer:
         self.attention = LlamaAttention(layer, builder)
         self._mlp = LlamaMlp(layer, builder)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: AttentionContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
         return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
 
@@ -140,10 +115,10 @@ class LlamaModel:
         self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
 
     @property
-    def attention_layers(self) -> tuple[PagedAttention, ...]:
+    def cache_layers(self) -> tuple[PagedAttention, ...]:
         return tuple(layer.attention.cached.declaration for layer in self._layers)
 
-    def forward(self, batch: ForwardBatch, context: AttentionContext) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         angles = self._rotary.at(batch.positions)
         hidden = self._embedding(batch.token_ids)  # [T, hidden]

@@ -13,7 +13,8 @@ from cache_runtime.scheduler_bridge import CapacityModel, SchedulerLimits
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.config import ModelConfig
 from model_runtime.errors import ModelError
-from model_runtime.registry import CacheBudget, find_family
+from model_runtime.family import CacheBudget
+from model_runtime.registry import find_family
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.errors import BadConfig
 from scheduler_core import Role

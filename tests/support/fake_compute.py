@@ -16,6 +16,7 @@ import numpy as np
 from cache_runtime.contract import CacheRuntimeContract
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
 from cache_runtime.transfer.schema import build_manifest
 from model_runtime.sampler import SampledToken, SamplingParams
@@ -62,8 +63,7 @@ def make_memory_plan(
         prefix_granularity=prefix_granularity,
         memory_bytes=1 << 30,
         num_layers=NUM_LAYERS,
-        num_kv_heads=1,
-        head_dim=ROW_BYTES // (4 if dtype == "float32" else 2),
+        row_fields=key_value_fields(1, ROW_BYTES // (4 if dtype == "float32" else 2)),
         dtype=dtype,
         block_granularity=block_granularity,
     )

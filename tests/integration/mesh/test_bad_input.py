@@ -14,6 +14,7 @@ from support.mesh import Mesh, start_disaggregated
 from support.processes import NodeProcess, stopping
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.transfer.schema import build_manifest
 from node_runtime.wire.manifest import manifest_to_proto
 
@@ -166,7 +167,11 @@ def test_a_peer_that_differs_is_refused_with_every_difference(
 
 def test_a_peer_of_another_model_and_dtype_is_refused_with_every_difference(mesh: Mesh) -> None:
     setup = DenseCacheRecipe(
-        num_layers=30, num_kv_heads=3, head_dim=32, dtype="bfloat16", prefix_granularity=32, memory_bytes=64 << 20
+        num_layers=30,
+        row_fields=key_value_fields(3, 32),
+        dtype="bfloat16",
+        prefix_granularity=32,
+        memory_bytes=64 << 20,
     ).setup()
     manifest = build_manifest(
         setup.plan,

@@ -13,20 +13,24 @@ from cache_runtime.device import CpuDevice
 from cache_runtime.errors import (
     ArenaAllocationError,
     BlockIdError,
-    CacheConfigError,
     UnknownFieldError,
     UnknownGroupError,
 )
 from cache_runtime.pools.kv_pool import KvPool
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan, pack
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
 
 
 def dense_arena(num_layers: int = 2) -> CacheArena:
     recipe = DenseCacheRecipe(
-        num_layers=num_layers, num_kv_heads=2, head_dim=4, dtype="float32", prefix_granularity=8, memory_bytes=1 << 16
+        num_layers=num_layers,
+        row_fields=key_value_fields(2, 4),
+        dtype="float32",
+        prefix_granularity=8,
+        memory_bytes=1 << 16,
     )
     return CacheArena(recipe.setup().plan, CpuDevice())
 
@@ -147,7 +151,7 @@ def test_a_view_keeps_the_memory_alive() -> None:
 
 def test_pool_rows_are_the_blocks_of_the_field_one_after_another() -> None:
     arena = dense_arena()
-    pool = KvPool(arena, layer_begin=0, layer_end=2)
+    pool = KvPool(arena, (0, 1))
     pool.k_buffer(1)[5 * 8 + 3] = 2.0
     pool.v_buffer(0)[9] = 4.0
     assert pool.k_buffer(1).shape == (arena.plan.num_blocks("full") * 8, 2, 4)
@@ -157,19 +161,17 @@ def test_pool_rows_are_the_blocks_of_the_field_one_after_another() -> None:
     assert not arena.field("layers.0.k").any()
 
 
-def test_a_pool_serves_only_its_layer_window() -> None:
-    pool = KvPool(dense_arena(num_layers=3), layer_begin=1, layer_end=3)
+def test_a_pool_serves_only_its_layers() -> None:
+    pool = KvPool(dense_arena(num_layers=3), (1, 2))
     assert pool.k_buffer(2).data_ptr() == pool.arena.field("layers.2.k").data_ptr()
     for layer in (0, 3):
-        with pytest.raises(UnknownFieldError, match=rf"layer {layer} is outside the pool's window \[1, 3\)"):
+        with pytest.raises(UnknownFieldError, match=rf'layer {layer} has no "v" in this pool \(layers: \[1, 2\]\)'):
             pool.v_buffer(layer)
 
 
-def test_a_pool_refuses_windows_without_planned_rows() -> None:
+def test_a_pool_refuses_layers_without_planned_rows() -> None:
     with pytest.raises(UnknownFieldError, match=r"layers\.2\.k"):
-        KvPool(dense_arena(num_layers=2), layer_begin=0, layer_end=3)
-    with pytest.raises(CacheConfigError, match=r"\[2, 2\)"):
-        KvPool(dense_arena(), layer_begin=2, layer_end=2)
+        KvPool(dense_arena(num_layers=2), (0, 1, 2))
 
 
 def test_an_arena_larger_than_the_memory_is_refused_naming_both() -> None:
@@ -218,8 +220,7 @@ def interleaved_arena() -> CacheArena:
     """Five layers keep a window and one keeps everything, so that the window's fields share planes."""
     recipe = SlidingFullCacheRecipe(
         num_layers=6,
-        num_kv_heads=2,
-        head_dim=4,
+        row_fields=key_value_fields(2, 4),
         dtype="float32",
         prefix_granularity=8,
         memory_bytes=1 << 16,

@@ -10,9 +10,10 @@ import pytest
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.base import CacheSetup
 from cache_runtime.recipes.dense import FULL_GROUP_ID, DenseCacheRecipe
+from cache_runtime.recipes.rows import RowField, key_value_fields
 
 RECIPE = DenseCacheRecipe(
-    num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", prefix_granularity=16, memory_bytes=1 << 20
+    num_layers=3, row_fields=key_value_fields(2, 8), dtype="float32", prefix_granularity=16, memory_bytes=1 << 20
 )
 BLOCK_BYTES = 16 * 2 * 8 * 4
 
@@ -64,9 +65,15 @@ def test_the_smallest_useful_budget_is_accepted_and_one_byte_less_is_refused_nam
         replace(recipe, memory_bytes=too_small).setup()
 
 
-@pytest.mark.parametrize(
-    "field", ["num_layers", "num_kv_heads", "head_dim", "prefix_granularity", "memory_bytes", "block_granularity"]
-)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "field"), [(0, 8, "num_kv_heads"), (2, 0, "head_dim")])
+def test_rows_without_elements_are_refused_by_name(num_kv_heads: int, head_dim: int, field: str) -> None:
+    with pytest.raises(CacheConfigError, match=f"{field} must be at least 1, got 0"):
+        key_value_fields(num_kv_heads, head_dim)
+    with pytest.raises(CacheConfigError, match=r'row field "latent": row_shape needs positive dimensions, got \(0,\)'):
+        RowField(name="latent", row_shape=(0,))
+
+
+@pytest.mark.parametrize("field", ["num_layers", "prefix_granularity", "memory_bytes", "block_granularity"])
 def test_non_positive_parameters_are_refused_by_name(field: str) -> None:
     with pytest.raises(CacheConfigError, match=f"{field} must be at least 1, got 0"):
         replace(RECIPE, **{field: 0})  # type: ignore[arg-type]
@@ -105,7 +112,7 @@ class _Interleaved(DenseCacheRecipe):
 
 def test_stages_and_steps_need_not_be_neighbouring_layers() -> None:
     setup = _Interleaved(
-        num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", prefix_granularity=16, memory_bytes=1 << 20
+        num_layers=3, row_fields=key_value_fields(2, 8), dtype="float32", prefix_granularity=16, memory_bytes=1 << 20
     ).setup()
     assert setup.cache_fields_by_stage == (
         ("layers.0.k", "layers.0.v", "layers.2.k", "layers.2.v"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_runtime.errors import CacheConfigError, UnboundLayerError
-from cache_runtime.layer_binding import PagedAttention, bind_cache_groups, history_group_by_layer
+from cache_runtime.layer_binding import CacheLayer, PagedAttention, StateLayer, bind_cache_groups
 from cache_runtime.recipes.plan import CacheMemoryPlan, pack
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, layer_field_id
 
@@ -39,10 +39,6 @@ def plan() -> CacheMemoryPlan:
     return pack(declarations, prefix_granularity=8, packing={"full": 1, "sliding": 1}, max_padding_fraction=0.5).bind(4)
 
 
-def test_groups_are_read_back_from_the_planned_fields() -> None:
-    assert history_group_by_layer(plan()) == {0: "full", 1: "sliding", 2: "full"}
-
-
 def test_binding_stamps_each_layer_with_its_planned_group() -> None:
     layers = [
         PagedAttention(layer=0),
@@ -63,11 +59,13 @@ def test_an_unbound_layer_raises_when_asked_for_its_group() -> None:
     [
         (PagedAttention(layer=1), 'layer 1: full visibility cannot ride group "sliding".* 32'),
         (PagedAttention(layer=1, window_left_tokens=32), 'layer 1: sees 33 tokens.*"sliding" retains .* 32'),
-        (PagedAttention(layer=7), "layer 7: the memory plan holds no keys"),
+        (PagedAttention(layer=0, field_name="latent"), 'no field "layers.0.latent"'),
+        (StateLayer(layer=0, field_name="k"), 'layer 0: "k" rides a state group, but group "full" is a history group'),
+        (PagedAttention(layer=7), 'layer 7: the memory plan holds no field "layers.7.k"'),
     ],
 )
 def test_a_layer_that_sees_more_than_its_group_retains_is_refused_and_nothing_is_bound(
-    layer: PagedAttention, message: str
+    layer: CacheLayer, message: str
 ) -> None:
     first = PagedAttention(layer=0)
     with pytest.raises(CacheConfigError, match=message):

@@ -48,7 +48,7 @@ def test_a_looser_bound_buys_a_smaller_parent(bound: float, expected: dict[str, 
 def test_a_bound_that_no_parent_keeps_is_refused_naming_the_group_and_both_values() -> None:
     # Only 100 blocks of the small group would fill what one block of the large one takes; that many are not tried.
     with pytest.raises(CacheConfigError, match=r'group "many": wastes .* of .* bytes .* max_padding_fraction 0\.0$'):
-        packed(rows_group("few", 64, 3), rows_group("many", 64, 100), max_padding_fraction=0.0)
+        packed(rows_group("few", 64, 3), rows_group("many", 64, 400), max_padding_fraction=0.0)
 
 
 def test_fields_of_two_sizes_get_planes_in_proportion() -> None:
@@ -70,7 +70,7 @@ def test_state_rides_in_the_planes_of_rows_with_little_waste() -> None:
 
 def test_a_state_that_no_parent_of_rows_holds_is_refused_with_the_sizes() -> None:
     with pytest.raises(
-        CacheConfigError, match=r'of up to 64 blocks .* "full" with 1024 bytes, "ssm" with 1048576 bytes'
+        CacheConfigError, match=r'of up to 256 blocks .* "full" with 1024 bytes, "ssm" with 1048576 bytes'
     ):
         packed(rows_group("full", 64, 1), state_group("ssm", [1 << 20]), max_padding_fraction=0.5)
 

@@ -11,6 +11,7 @@ from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.recipes.dense import FULL_GROUP_ID, DenseCacheRecipe
 from cache_runtime.recipes.plan import pack
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, GroupDeclaration
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 
@@ -63,8 +64,7 @@ def test_a_plan_of_the_native_scheduler_is_routed_to_distinct_rows_of_its_own_bl
     plan = (
         DenseCacheRecipe(
             num_layers=1,
-            num_kv_heads=1,
-            head_dim=4,
+            row_fields=key_value_fields(1, 4),
             dtype="float32",
             prefix_granularity=16,
             memory_bytes=1 << 16,

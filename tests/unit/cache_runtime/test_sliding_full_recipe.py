@@ -10,6 +10,7 @@ import pytest
 import scheduler_core
 from cache_runtime.contract import CacheRuntimeContract
 from cache_runtime.errors import CacheConfigError
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheRetention
 from cache_runtime.scheduler_bridge import CapacityModel, SchedulerLimits, pool_to_cache_groups
@@ -21,8 +22,7 @@ def recipe(num_layers: int, *, num_kv_heads: int = 1, memory_bytes: int = 1 << 3
     """Every sixth layer is full."""
     return SlidingFullCacheRecipe(
         num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=256,
+        row_fields=key_value_fields(num_kv_heads, 256),
         dtype="float32",
         prefix_granularity=64,
         memory_bytes=memory_bytes,

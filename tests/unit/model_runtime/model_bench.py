@@ -12,12 +12,14 @@ from cache_runtime.device import CpuDevice
 from cache_runtime.layer_binding import bind_cache_groups
 from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
 from cache_runtime.mapping.router import CacheGroupRouter
-from cache_runtime.pools.kv_pool import KvPool
+from cache_runtime.pools.cache_pools import CachePools
+from cache_runtime.recipes.spec import CacheFamily
 from model_runtime.checkpoint import Checkpoint
+from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
-from model_runtime.layers.attention import AttentionContext
-from model_runtime.registry import CacheBudget, cpu_backend, find_family
+from model_runtime.registry import cpu_backend, find_family
 from model_runtime.weight_choice import WeightChoice, apply_choice
 
 
@@ -40,14 +42,15 @@ class ModelBench:
         setup = family.cache_recipe(config, budget).setup()
         self.arena = CacheArena(setup.plan, CpuDevice())
         self.on_stored: Callable[[int], None] = lambda layer: None
-        self._pool = KvPool(self.arena, layer_begin=0, layer_end=setup.num_layers)
+        self._pools = CachePools.of(self.arena)
         self._router = CacheGroupRouter(
-            self.arena.contract, dict.fromkeys(self.arena.contract.group_ids, kernel_page_size)
+            self.arena.contract,
+            {spec.group_id: kernel_page_size for spec in setup.plan.groups if spec.family is CacheFamily.HISTORY},
         )
         self._kernels = cpu_backend(1).kernels if kernels is None else kernels
         source = apply_choice(weights, checkpoint.source, self._kernels)
         self._model = family.build(config, source, torch.float32, self._kernels)
-        bind_cache_groups(self._model.attention_layers, setup.plan)
+        bind_cache_groups(self._model.cache_layers, setup.plan)
         self._ledger = BlockLedger(self.arena.contract)
 
     @torch.inference_mode()
@@ -57,10 +60,10 @@ class ModelBench:
             self.arena.zero_blocks(group_id, block_ids)
         metadata = CacheBatchMetadata.from_plan(plan, self.arena.contract)
         batch = ForwardBatch.from_plan(plan, metadata)
-        context = AttentionContext(
+        context = ForwardContext(
             batch=batch,
             routed=self._router.route(metadata),
-            pool=self._pool,
+            pools=self._pools,
             kernels=self._kernels,
             on_stored=self.on_stored,
         )

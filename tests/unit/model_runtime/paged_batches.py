@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_runtime.contract import CacheRuntimeContract
+from cache_runtime.recipes.spec import CacheFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,30 +24,43 @@ class HandPlan:
     logits_wanted: npt.NDArray[np.bool_]
     token_ids: npt.NDArray[np.int32]
     block_tables: Sequence[npt.NDArray[np.int32]]
+    checkpoint_tokens: npt.NDArray[np.int32]
+    state_input_slots: Sequence[npt.NDArray[np.int32]]
+    state_output_slots: Sequence[npt.NDArray[np.int32]]
     zero_blocks: Sequence[npt.NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The next tokens of one request; `wants_logits` as on the last chunk of a prompt and on decode rows."""
+    """The next tokens of one request; `wants_logits` as on the last chunk of a prompt and on decode rows.
+
+    After the first `checkpoint_length` of the tokens, which end a block of every state group, states are kept as well.
+    """
 
     request_id: str
     tokens: Sequence[int]
     wants_logits: bool = True
+    checkpoint_length: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class _GroupLedger:
-    """One group's free blocks and tables. With a window, slots that no later token sees become holes."""
+    """One group's free blocks and tables.
+
+    With a window, slots that no later token sees become holes. Of a state only the slots that a row names have blocks.
+    """
 
     block_granularity: int
+    is_state: bool
     window_tokens: int | None
     free: list[int]
     tables: dict[str, list[int]] = field(default_factory=dict)
 
-    def extend(self, request_id: str, begin: int, end: int) -> list[int]:
+    def extend(self, request_id: str, begin: int, end: int, checkpoint: int) -> list[int]:
         """Blocks for the tokens up to `end`, of which those before `begin` are computed; the fresh ones."""
         table = self.tables.setdefault(request_id, [])
+        if self.is_state:
+            return self._extend_state(table, begin, end, checkpoint)
         fresh = [self.free.pop() for _ in range(-(-end // self.block_granularity) - len(table))]
         table.extend(fresh)
         if self.window_tokens is not None:
@@ -55,6 +69,27 @@ class _GroupLedger:
                     self.free.insert(0, table[slot])
                 table[slot] = 0
         return fresh
+
+    def _extend_state(self, table: list[int], begin: int, end: int, checkpoint: int) -> list[int]:
+        table.extend([0] * (-(-end // self.block_granularity) - len(table)))
+        kept = {self.slot(position) for position in (begin, checkpoint, end) if position}
+        fresh = []
+        for slot, block in enumerate(table):
+            if slot in kept and not block:
+                table[slot] = self.free.pop()
+                fresh.append(table[slot])
+            elif slot not in kept and block:
+                self.free.insert(0, block)
+                table[slot] = 0
+        return fresh
+
+    def slot(self, position: int) -> int:
+        """The slot of the state after the first `position` tokens, -1 for that of none."""
+        return (position - 1) // self.block_granularity
+
+    def slots(self, positions: Sequence[int]) -> npt.NDArray[np.int32]:
+        """One per row; empty for a group without states, as the scheduler has it."""
+        return np.array([self.slot(position) for position in positions] if self.is_state else [], dtype=np.int32)
 
     def stacked(self, request_ids: Sequence[str]) -> npt.NDArray[np.int32]:
         tables = [self.tables[request_id] for request_id in request_ids]
@@ -74,6 +109,7 @@ class BlockLedger:
         self._groups = [
             _GroupLedger(
                 block_granularity=group.block_granularity,
+                is_state=group.spec.family is CacheFamily.STATE,
                 window_tokens=group.spec.sliding_window_tokens,
                 free=_shuffled_blocks(contract, index),
             )
@@ -85,10 +121,14 @@ class BlockLedger:
         """Each row continues where its request stands; the ledger moves on."""
         begins = [self._num_done.get(row.request_id, 0) for row in rows]
         fresh: list[list[int]] = [[] for _ in self._groups]
-        for row, begin in zip(rows, begins, strict=True):
-            end = begin + len(row.tokens)
+        ends = [begin + len(row.tokens) for row, begin in zip(rows, begins, strict=True)]
+        checkpoints = [
+            begin + row.checkpoint_length if row.checkpoint_length else 0
+            for row, begin in zip(rows, begins, strict=True)
+        ]
+        for row, begin, end, checkpoint in zip(rows, begins, ends, checkpoints, strict=True):
             for group, blocks in zip(self._groups, fresh, strict=True):
-                blocks += group.extend(row.request_id, begin, end)
+                blocks += group.extend(row.request_id, begin, end, checkpoint)
             self._num_done[row.request_id] = end
         request_ids = [row.request_id for row in rows]
         return HandPlan(
@@ -99,6 +139,9 @@ class BlockLedger:
             logits_wanted=np.array([row.wants_logits for row in rows]),
             token_ids=np.concatenate([np.array(row.tokens, dtype=np.int32) for row in rows]),
             block_tables=[group.stacked(request_ids) for group in self._groups],
+            checkpoint_tokens=np.array(checkpoints, dtype=np.int32),
+            state_input_slots=[group.slots(begins) for group in self._groups],
+            state_output_slots=[group.slots(ends) for group in self._groups],
             zero_blocks=[np.array(blocks, dtype=np.int32) for blocks in fresh],
         )
 

@@ -16,7 +16,7 @@ from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from model_runtime import executor as executor_module
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.executor import ModelExecutor
-from model_runtime.registry import ModelFamily, find_family
+from model_runtime.registry import find_family
 
 GRAIN = 8
 
@@ -103,7 +103,7 @@ def test_a_layer_that_sees_more_than_its_group_retains_is_refused_before_the_are
     monkeypatch.setattr(
         executor_module,
         "find_family",
-        lambda _: ModelFamily(tensor_shapes=family.tensor_shapes, cache_recipe=forgetful, build=family.build),
+        lambda _: replace(family, cache_recipe=forgetful),
     )
     monkeypatch.setattr(executor_module, "CacheArena", allocate)
     with pytest.raises(

@@ -21,6 +21,7 @@ from unit.cache_runtime.transfer.manifests import (
 )
 
 from cache_runtime.recipes.plan import pack
+from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
@@ -298,8 +299,7 @@ def test_a_manifest_is_built_from_a_memory_plan() -> None:
 def test_a_plan_whose_fields_share_planes_describes_itself_and_its_layers_coalesce_per_block() -> None:
     recipe = SlidingFullCacheRecipe(
         num_layers=6,
-        num_kv_heads=1,
-        head_dim=4,
+        row_fields=key_value_fields(1, 4),
         dtype="float32",
         prefix_granularity=8,
         memory_bytes=1 << 16,

@@ -1,0 +1,1 @@
+"""One module per architecture of `transformers`: its config.json to a ModelConfig."""

@@ -1,0 +1,1 @@
+"""What the kinds of layers add to a ModelConfig, one module per kind."""
