@@ -26,7 +26,7 @@ class StatePool:
         self._recurrent_states = _blocks(arena, layers, "recurrent_state")
 
     def conv_state(self, layer: int) -> torch.Tensor:
-        """[num_blocks, num_channels, width - 1]: the last inputs of the layer's convolution, oldest first."""
+        """[num_blocks, width - 1, num_channels]: the last inputs of the layer's convolution, oldest first."""
         return _of_layer(self._conv_states, layer)
 
     def recurrent_state(self, layer: int) -> torch.Tensor:

@@ -38,6 +38,56 @@ class CpuKernels:
     def multiply(self, input: torch.Tensor, weight: interface.PackedWeight, output: torch.Tensor) -> None: ...
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None: ...
     def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
+    def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
     def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None: ...
+    def causal_conv(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None: ...
+    def gated_delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        strength_logits: torch.Tensor,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None: ...
+    def selective_scan(
+        self,
+        value: torch.Tensor,
+        key: torch.Tensor,
+        query: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        skip: torch.Tensor,
+        min_step: float,
+        max_step: float,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None: ...
 
 def instruction_sets() -> list[str]: ...

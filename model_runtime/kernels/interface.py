@@ -66,6 +66,9 @@ class Kernels(Protocol):
         Source: Shazeer 2020, "GLU variants improve transformer" (SwiGLU).
         """
 
+    def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[rows, width] = sigmoid(gate) * up, where `input`[rows, 2 * width] is gate beside up."""
+
     def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output` = `input`[rows, num_heads * head_dim], dimension i of each head turned with i + head_dim / 2.
 
@@ -92,4 +95,85 @@ class Kernels(Protocol):
         position begins[r] + t and sees the positions up to its own, of those before it only the last
         `window_left_tokens` unless that is None. What no token sees is not read into any result, whatever its page
         holds. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each other.
+        """
+
+    def causal_conv(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Writes `output` = silu of every channel's causal convolution, and leaves the last inputs as states.
+
+        `input`, `output`: float32[num_tokens, channels], the tokens of all rows concatenated. `weight`: float32[width,
+        channels], the newest token last. `states`: float32[num_blocks, width - 1, channels], the inputs before a
+        position, oldest first. Block arrays and `lengths`: int32[num_rows] as in StateBlocks: a row continues from its
+        input block (-1: from zeros), leaves the state after `checkpoint_lengths` tokens in its checkpoint block (-1:
+        nowhere) and the last one in its output block, which may be its input. Raises ValueError, before anything is
+        written, when shapes, lengths or block ids contradict each other.
+        """
+
+    def gated_delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        strength_logits: torch.Tensor,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """The delta rule over a state S[key_dim, value_dim] per head, token by token.
+
+        S decays by d = exp(-rate * softplus(step + step_bias)), then takes up key x (strength * (value - S key)) with
+        strength = sigmoid(strength_logits), then `output` = S query. Queries and keys are brought to unit length first
+        (a query to key_dim ** -0.5). `query`, `key`: float32[num_tokens, num_key_heads, key_dim]; value head h uses key
+        head h * num_key_heads // num_heads. `value`, `output`: float32[num_tokens, num_heads, value_dim]. `step`:
+        float32[num_tokens, num_heads, 1], or [.., key_dim] where every row of S decays by itself; `step_bias`:
+        float32[num_heads, the same]; `rate`: float32[num_heads]; `strength_logits`: float32[num_tokens, num_heads].
+        `states`: float32[num_blocks, num_heads, key_dim, value_dim]. Blocks, lengths and errors as in `causal_conv`.
+        Source: Yang et al. 2024, "Gated delta networks"; Kimi Team 2025, "Kimi Linear", for a decay per row.
+        """
+
+    def selective_scan(
+        self,
+        value: torch.Tensor,
+        key: torch.Tensor,
+        query: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        skip: torch.Tensor,
+        min_step: float,
+        max_step: float,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """The selective state space of Mamba-2 over a state S[key_dim, value_dim] per head, token by token.
+
+        With dt = softplus(step + step_bias) clamped to [min_step, max_step], S decays by exp(-rate * dt) and takes up
+        key x (dt * value); then `output` = S query + skip * value. In the paper's words `value` is x, `key` B, `query`
+        C, rate -A and skip D. `value`, `output`: float32[num_tokens, num_heads, value_dim]; `key`, `query`:
+        float32[num_tokens, num_groups, key_dim], shared by num_heads // num_groups heads. `step`: float32[num_tokens,
+        num_heads, 1]; `step_bias`: float32[num_heads, 1]; `rate`, `skip`: float32[num_heads]. `states`, blocks, lengths
+        and errors as in `gated_delta_rule`. Source: Dao and Gu 2024, "Transformers are SSMs".
         """

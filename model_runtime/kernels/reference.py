@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
 
 from model_runtime.gguf.dequantize import dequantize
 from model_runtime.kernels.interface import PackedWeight
+from model_runtime.kernels.reference_states import conv_step, decay_of, delta_step, run_rows, scan_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +73,10 @@ class ReferenceKernels:
         gate, up = input.double().chunk(2, dim=-1)
         output.copy_(silu(gate) * up)
 
+    def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        gate, up = input.double().chunk(2, dim=-1)
+        output.copy_(torch.sigmoid(gate) * up)
+
     def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None:
         heads = input.double().reshape(input.shape[0], -1, 2, cosines.shape[1])  # [rows, num_heads, 2, head_dim / 2]
         first, second = heads.unbind(dim=2)
@@ -104,6 +109,66 @@ class ReferenceKernels:
                 scale,
                 window_left_tokens,
             )
+
+    def causal_conv(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        step = conv_step(input, weight, bias, output)
+        run_rows(states, input_blocks, output_blocks, checkpoint_blocks, checkpoint_lengths, lengths, step)
+
+    def gated_delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        strength_logits: torch.Tensor,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        strength = torch.sigmoid(strength_logits.double())
+        rule = delta_step(query, key, value, decay_of(step, step_bias, rate), strength, output)
+        run_rows(states, input_blocks, output_blocks, checkpoint_blocks, checkpoint_lengths, lengths, rule)
+
+    def selective_scan(
+        self,
+        value: torch.Tensor,
+        key: torch.Tensor,
+        query: torch.Tensor,
+        step: torch.Tensor,
+        step_bias: torch.Tensor,
+        rate: torch.Tensor,
+        skip: torch.Tensor,
+        min_step: float,
+        max_step: float,
+        states: torch.Tensor,
+        input_blocks: torch.Tensor,
+        output_blocks: torch.Tensor,
+        checkpoint_blocks: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        dt = softplus(step.double() + step_bias).squeeze(-1).clamp(min_step, max_step)
+        scan = scan_step(value, key, query, dt, rate, skip, output)
+        run_rows(states, input_blocks, output_blocks, checkpoint_blocks, checkpoint_lengths, lengths, scan)
 
 
 def _plain_rows(weight: PackedWeight) -> torch.Tensor:

@@ -11,10 +11,9 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cpu_kernels.h"
 #include "elementwise.h"
-#include "instruction_set.h"
 #include "linear.h"
-#include "paged_attention.h"
 #include "tensor_view.h"
 
 namespace nb = nanobind;
@@ -47,24 +46,11 @@ void require_rows(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(std::string("rows: ") + message);
 }
 
-// A dimension of extent one may carry any stride.
-template <class Array>
-bool has_stride(const Array& array, std::size_t axis, std::int64_t stride) {
-  return array.shape(axis) == 1 || array.stride(axis) == stride;
-}
-
 MatrixView view(const Matrix& matrix) {
   return {matrix.data(), matrix.stride(0)};
 }
 MutableMatrixView view(const MutableMatrix& matrix) {
   return {matrix.data(), matrix.stride(0)};
-}
-
-int checked_num_threads(int num_threads) {
-  if (num_threads < 1) {
-    throw std::invalid_argument("num_threads must be at least 1, got " + std::to_string(num_threads));
-  }
-  return num_threads;
 }
 
 AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pages& value_pages,
@@ -134,129 +120,130 @@ RowsTask describe_rows(const Matrix& input, const MutableMatrix& output, std::si
   return task;
 }
 
-// The kernels of one model: an instruction set and the threads that run it. One call at a time.
-class CpuKernels {
- public:
-  CpuKernels(int num_threads, std::string_view instruction_set)
-      : set_(choose_instruction_set(instruction_set)),
-        pool_(checked_num_threads(num_threads)),
-        attention_(set_.attention, num_threads) {}
+std::unique_ptr<PackedWeight> allocate_weight(const CpuKernels& self, WeightFormat format,
+                                              std::size_t num_columns, std::size_t depth) {
+  constexpr std::size_t kLargest = std::numeric_limits<int>::max();
+  require_linear(num_columns <= kLargest && depth <= kLargest, "the weight is too large");
+  return std::make_unique<PackedWeight>(format, static_cast<int>(num_columns), static_cast<int>(depth),
+                                        self.set().linear.columns_per_panel);
+}
 
-  int num_threads() const { return pool_.num_threads(); }
-  std::string instruction_set() const { return set_.name; }
-  std::int64_t num_packed_bytes() const { return num_packed_bytes_; }
-  std::vector<std::string> quantizations() const {
-    std::vector<std::string> names;
-    for (const StoredQuantization& stored : stored_quantizations()) names.emplace_back(stored.name);
-    return names;
+void require_packed(const CpuKernels& self, const PackedWeight& weight) {
+  require_linear(weight.columns_per_panel() == self.set().linear.columns_per_panel,
+                 "weight must be packed by these kernels");
+}
+
+std::vector<std::string> quantizations(const CpuKernels&) {
+  std::vector<std::string> names;
+  for (const StoredQuantization& stored : stored_quantizations()) names.emplace_back(stored.name);
+  return names;
+}
+
+// A name of its own, because what a binding forwards to has the same.
+namespace bound {
+
+void attend(CpuKernels& self, const Heads& query, const Pages& key_pages, const Pages& value_pages,
+            const Table& page_table, const RowInts& begins, const RowInts& lengths,
+            const MutableHeads& output, float scale, std::optional<int> window_left_tokens) {
+  const AttentionCall call = describe_call(query, key_pages, value_pages, page_table, begins, lengths, output,
+                                           scale, window_left_tokens);
+  const nb::gil_scoped_release unlocked;
+  self.attention().attend(call, self.pool());
+}
+
+std::unique_ptr<PackedWeight> pack(CpuKernels& self, const Matrix& weight) {
+  require_linear(has_stride(weight, 1, 1), "the last axis must be contiguous");
+  auto packed = allocate_weight(self, WeightFormat::kFloat32, weight.shape(0), weight.shape(1));
+  const nb::gil_scoped_release unlocked;
+  kernels::pack(self.pool(), view(weight), *packed);
+  self.count_packed(*packed);
+  return packed;
+}
+
+std::unique_ptr<PackedWeight> pack_blocks(CpuKernels& self, const BlockRows& blocks,
+                                          std::string_view quantization) {
+  const StoredQuantization& stored = find_stored_quantization(quantization);
+  require_linear(has_stride(blocks, 1, 1), "the last axis must be contiguous");
+  require_linear(blocks.shape(1) % static_cast<std::size_t>(stored.block_bytes) == 0,
+                 "the last axis must be whole blocks");
+  const std::size_t num_blocks = blocks.shape(1) / static_cast<std::size_t>(stored.block_bytes);
+  auto packed = allocate_weight(self, stored.format, blocks.shape(0),
+                                num_blocks * static_cast<std::size_t>(stored.weights_per_block));
+  const nb::gil_scoped_release unlocked;
+  kernels::pack_blocks(self.pool(), {blocks.data(), blocks.stride(0)}, stored, *packed);
+  self.count_packed(*packed);
+  return packed;
+}
+
+void gather_rows(CpuKernels& self, const PackedWeight& weight, const RowIds& rows,
+                 const MutableMatrix& output) {
+  require_packed(self, weight);
+  require_linear(
+      output.shape(0) == rows.shape(0) && output.shape(1) == static_cast<std::size_t>(weight.depth()),
+      "output must have one row of the weight's depth per row id");
+  require_linear(has_stride(output, 1, 1), "the last axis must be contiguous");
+  for (std::size_t i = 0; i < rows.shape(0); ++i) {
+    require_linear(rows(i) >= 0 && rows(i) < weight.num_columns(), "row ids must name rows of the weight");
   }
+  const nb::gil_scoped_release unlocked;
+  kernels::gather_rows(weight, rows.data(), static_cast<int>(rows.shape(0)), view(output));
+}
 
-  void attend(const Heads& query, const Pages& key_pages, const Pages& value_pages, const Table& page_table,
-              const RowInts& begins, const RowInts& lengths, const MutableHeads& output, float scale,
-              std::optional<int> window_left_tokens) {
-    const AttentionCall call = describe_call(query, key_pages, value_pages, page_table, begins, lengths,
-                                             output, scale, window_left_tokens);
-    const nb::gil_scoped_release unlocked;
-    attention_.attend(call, pool_);
-  }
+void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
+              const MutableMatrix& output) {
+  require_packed(self, weight);
+  require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
+                 "input and weight must have one depth");
+  require_linear(output.shape(0) == input.shape(0), "output must have input's rows");
+  require_linear(output.shape(1) == static_cast<std::size_t>(weight.num_columns()),
+                 "output must have weight's rows as columns");
+  require_linear(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
+  const nb::gil_scoped_release unlocked;
+  kernels::multiply(self.pool(), self.set().linear, view(input), static_cast<int>(input.shape(0)), weight,
+                    view(output));
+}
 
-  std::unique_ptr<PackedWeight> pack(const Matrix& weight) {
-    require_linear(has_stride(weight, 1, 1), "the last axis must be contiguous");
-    auto packed = allocate_weight(WeightFormat::kFloat32, weight.shape(0), weight.shape(1));
-    const nb::gil_scoped_release unlocked;
-    kernels::pack(pool_, view(weight), *packed);
-    num_packed_bytes_ += packed->num_bytes();
-    return packed;
-  }
+void rms_norm(CpuKernels& self, const Matrix& input, const Vector& weight, float eps,
+              const MutableMatrix& output) {
+  require_rows(weight.shape(0) == input.shape(1), "weight must be as wide as input");
+  const RowsTask task = describe_rows(input, output, input.shape(1));
+  const nb::gil_scoped_release unlocked;
+  for_slices(self.pool(), task,
+             [&](int, const RowsTask& part) { self.set().rms_norm(part, weight.data(), eps); });
+}
 
-  std::unique_ptr<PackedWeight> pack_blocks(const BlockRows& blocks, std::string_view quantization) {
-    const StoredQuantization& stored = find_stored_quantization(quantization);
-    require_linear(has_stride(blocks, 1, 1), "the last axis must be contiguous");
-    require_linear(blocks.shape(1) % static_cast<std::size_t>(stored.block_bytes) == 0,
-                   "the last axis must be whole blocks");
-    const std::size_t num_blocks = blocks.shape(1) / static_cast<std::size_t>(stored.block_bytes);
-    auto packed = allocate_weight(stored.format, blocks.shape(0),
-                                  num_blocks * static_cast<std::size_t>(stored.weights_per_block));
-    const nb::gil_scoped_release unlocked;
-    kernels::pack_blocks(pool_, {blocks.data(), blocks.stride(0)}, stored, *packed);
-    num_packed_bytes_ += packed->num_bytes();
-    return packed;
-  }
+void gate_multiply(CpuKernels& self, GateCore core, const Matrix& input, const MutableMatrix& output) {
+  require_rows(input.shape(1) == 2 * output.shape(1), "input must be twice as wide as output");
+  const RowsTask task = describe_rows(input, output, output.shape(1));
+  const nb::gil_scoped_release unlocked;
+  for_slices(self.pool(), task, [&](int, const RowsTask& part) { core(part); });
+}
 
-  void gather_rows(const PackedWeight& weight, const RowIds& rows, const MutableMatrix& output) {
-    require_packed(weight);
-    require_linear(
-        output.shape(0) == rows.shape(0) && output.shape(1) == static_cast<std::size_t>(weight.depth()),
-        "output must have one row of the weight's depth per row id");
-    require_linear(has_stride(output, 1, 1), "the last axis must be contiguous");
-    for (std::size_t i = 0; i < rows.shape(0); ++i) {
-      require_linear(rows(i) >= 0 && rows(i) < weight.num_columns(), "row ids must name rows of the weight");
-    }
-    const nb::gil_scoped_release unlocked;
-    kernels::gather_rows(weight, rows.data(), static_cast<int>(rows.shape(0)), view(output));
-  }
+void silu_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
+  gate_multiply(self, self.set().silu_multiply, input, output);
+}
 
-  void multiply(const Matrix& input, const PackedWeight& weight, const MutableMatrix& output) {
-    require_packed(weight);
-    require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
-                   "input and weight must have one depth");
-    require_linear(output.shape(0) == input.shape(0), "output must have input's rows");
-    require_linear(output.shape(1) == static_cast<std::size_t>(weight.num_columns()),
-                   "output must have weight's rows as columns");
-    require_linear(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
-    const nb::gil_scoped_release unlocked;
-    kernels::multiply(pool_, set_.linear, view(input), static_cast<int>(input.shape(0)), weight,
-                      view(output));
-  }
+void sigmoid_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
+  gate_multiply(self, self.set().sigmoid_multiply, input, output);
+}
 
-  void rms_norm(const Matrix& input, const Vector& weight, float eps, const MutableMatrix& output) {
-    require_rows(weight.shape(0) == input.shape(1), "weight must be as wide as input");
-    const RowsTask task = describe_rows(input, output, input.shape(1));
-    const nb::gil_scoped_release unlocked;
-    for_slices(pool_, task, [&](int, const RowsTask& part) { set_.rms_norm(part, weight.data(), eps); });
-  }
+void rotate(CpuKernels& self, const Matrix& input, const Angles& cosines, const Angles& sines,
+            const MutableMatrix& output) {
+  const auto half = static_cast<std::int64_t>(cosines.shape(1));
+  require_rows(half > 0 && input.shape(1) % (2 * cosines.shape(1)) == 0, "input must be whole heads wide");
+  require_rows(cosines.shape(0) == input.shape(0) && sines.shape(0) == input.shape(0) &&
+                   sines.shape(1) == cosines.shape(1),
+               "cosines and sines must have one row per row of input");
+  require_rows(input.data() != output.data(), "output must not be input");
+  const RowsTask task = describe_rows(input, output, input.shape(1));
+  const nb::gil_scoped_release unlocked;
+  for_slices(self.pool(), task, [&](int first_row, const RowsTask& part) {
+    self.set().rotate(part, static_cast<int>(2 * half), cosines.data() + first_row * half,
+                      sines.data() + first_row * half);
+  });
+}
 
-  void silu_multiply(const Matrix& input, const MutableMatrix& output) {
-    require_rows(input.shape(1) == 2 * output.shape(1), "input must be twice as wide as output");
-    const RowsTask task = describe_rows(input, output, output.shape(1));
-    const nb::gil_scoped_release unlocked;
-    for_slices(pool_, task, [&](int, const RowsTask& part) { set_.silu_multiply(part); });
-  }
-
-  void rotate(const Matrix& input, const Angles& cosines, const Angles& sines, const MutableMatrix& output) {
-    const auto half = static_cast<std::int64_t>(cosines.shape(1));
-    require_rows(half > 0 && input.shape(1) % (2 * cosines.shape(1)) == 0, "input must be whole heads wide");
-    require_rows(cosines.shape(0) == input.shape(0) && sines.shape(0) == input.shape(0) &&
-                     sines.shape(1) == cosines.shape(1),
-                 "cosines and sines must have one row per row of input");
-    require_rows(input.data() != output.data(), "output must not be input");
-    const RowsTask task = describe_rows(input, output, input.shape(1));
-    const nb::gil_scoped_release unlocked;
-    for_slices(pool_, task, [&](int first_row, const RowsTask& part) {
-      set_.rotate(part, static_cast<int>(2 * half), cosines.data() + first_row * half,
-                  sines.data() + first_row * half);
-    });
-  }
-
- private:
-  std::unique_ptr<PackedWeight> allocate_weight(WeightFormat format, std::size_t num_columns,
-                                                std::size_t depth) const {
-    constexpr std::size_t kLargest = std::numeric_limits<int>::max();
-    require_linear(num_columns <= kLargest && depth <= kLargest, "the weight is too large");
-    return std::make_unique<PackedWeight>(format, static_cast<int>(num_columns), static_cast<int>(depth),
-                                          set_.linear.columns_per_panel);
-  }
-
-  void require_packed(const PackedWeight& weight) const {
-    require_linear(weight.columns_per_panel() == set_.linear.columns_per_panel,
-                   "weight must be packed by these kernels");
-  }
-
-  InstructionSet set_;
-  WorkerPool pool_;
-  PagedAttention attention_;
-  std::int64_t num_packed_bytes_ = 0;
-};
+}  // namespace bound
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -276,39 +263,45 @@ NB_MODULE(_native, module) {
       .def_prop_ro("num_columns", &PackedWeight::num_columns)
       .def_prop_ro("depth", &PackedWeight::depth)
       .def_prop_ro("num_bytes", &PackedWeight::num_bytes);
-  nb::class_<CpuKernels>(module, "CpuKernels",
-                         "Float32 kernels with threads of their own; one call at a time.")
+  nb::class_<CpuKernels> kernels(module, "CpuKernels",
+                                 "Float32 kernels with threads of their own; one call at a time.");
+  kernels
       .def(nb::init<int, std::string_view>(), "num_threads"_a, "instruction_set"_a = "",
            "The calling thread counts as one of num_threads; an empty instruction_set takes the best.")
       .def_prop_ro("num_threads", &CpuKernels::num_threads)
       .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
-      .def_prop_ro("quantizations", &CpuKernels::quantizations, "What pack_blocks accepts.")
+      .def_prop_ro("quantizations", &pdmesh::kernels::quantizations, "What pack_blocks accepts.")
       .def_prop_ro("num_packed_bytes", &CpuKernels::num_packed_bytes,
                    "Memory of all weights packed by these kernels.")
-      .def("attend", &CpuKernels::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
+      .def("attend", &pdmesh::kernels::bound::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
            "value_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
            "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a, "window_left_tokens"_a = nb::none(),
            "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
            "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows]. "
            "window_left_tokens: tokens before its own that a query sees, None for all.")
-      .def("pack", &CpuKernels::pack, "weight"_a.noconvert(),
+      .def("pack", &pdmesh::kernels::bound::pack, "weight"_a.noconvert(),
            "weight float32[columns, depth] in the layout that multiply and gather_rows of this instruction "
            "set read.")
-      .def("pack_blocks", &CpuKernels::pack_blocks, "blocks"_a.noconvert(), "quantization"_a,
+      .def("pack_blocks", &pdmesh::kernels::bound::pack_blocks, "blocks"_a.noconvert(), "quantization"_a,
            "blocks uint8[columns, bytes] of a GGUF quantization, kept quantised; products are those of the "
            "float32 weight that the blocks stand for, bit for bit.")
-      .def("gather_rows", &CpuKernels::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
+      .def("gather_rows", &pdmesh::kernels::bound::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")
-      .def("multiply", &CpuKernels::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
+      .def("multiply", &pdmesh::kernels::bound::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
-      .def("rms_norm", &CpuKernels::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(), "eps"_a,
-           "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
-      .def("silu_multiply", &CpuKernels::silu_multiply, "input"_a.noconvert(), "output"_a.noconvert(),
+      .def("rms_norm", &pdmesh::kernels::bound::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(),
+           "eps"_a, "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
+      .def("silu_multiply", &pdmesh::kernels::bound::silu_multiply, "input"_a.noconvert(),
+           "output"_a.noconvert(),
            "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
-      .def("rotate", &CpuKernels::rotate, "input"_a.noconvert(), "cosines"_a.noconvert(),
+      .def("sigmoid_multiply", &pdmesh::kernels::bound::sigmoid_multiply, "input"_a.noconvert(),
+           "output"_a.noconvert(),
+           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
+      .def("rotate", &pdmesh::kernels::bound::rotate, "input"_a.noconvert(), "cosines"_a.noconvert(),
            "sines"_a.noconvert(), "output"_a.noconvert(),
            "input, output float32[rows, num_heads * head_dim]; cosines, sines float32[rows, head_dim / 2].");
+  pdmesh::kernels::bind_states(kernels);
   module.def("instruction_sets", &pdmesh::kernels::instruction_sets, "What this CPU can run, best first.");
 }

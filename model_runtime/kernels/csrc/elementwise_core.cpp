@@ -28,6 +28,26 @@ Vec sigmoid(Vec x) {
   return x < Vec{} ? decayed * inverse : inverse;
 }
 
+struct Silu {
+  static Vec of(Vec x) { return x * sigmoid(x); }
+};
+struct Sigmoid {
+  static Vec of(Vec x) { return sigmoid(x); }
+};
+
+template <class Gate>
+void gate_multiply(const RowsTask& task) {
+  for (int row = 0; row < task.num_rows; ++row) {
+    const float* gate = task.input + row * task.input_stride;
+    const float* up = gate + task.width;
+    float* output = task.output + row * task.output_stride;
+    for (int i = 0; i < task.width; i += kLanes) {
+      const int count = task.width - i;
+      store_some(output + i, Gate::of(load_some(gate + i, count)) * load_some(up + i, count), count);
+    }
+  }
+}
+
 }  // namespace
 
 void rms_norm(const RowsTask& task, const float* weight, float eps) {
@@ -49,16 +69,11 @@ void rms_norm(const RowsTask& task, const float* weight, float eps) {
 }
 
 void silu_multiply(const RowsTask& task) {
-  for (int row = 0; row < task.num_rows; ++row) {
-    const float* gate = task.input + row * task.input_stride;
-    const float* up = gate + task.width;
-    float* output = task.output + row * task.output_stride;
-    for (int i = 0; i < task.width; i += kLanes) {
-      const int count = task.width - i;
-      const Vec x = load_some(gate + i, count);
-      store_some(output + i, x * sigmoid(x) * load_some(up + i, count), count);
-    }
-  }
+  gate_multiply<Silu>(task);
+}
+
+void sigmoid_multiply(const RowsTask& task) {
+  gate_multiply<Sigmoid>(task);
 }
 
 void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines) {

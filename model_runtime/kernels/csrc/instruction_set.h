@@ -8,6 +8,7 @@
 #include "attention_core.h"
 #include "elementwise_core.h"
 #include "linear_core.h"
+#include "recurrence_core.h"
 
 namespace pdmesh::kernels {
 
@@ -16,8 +17,11 @@ struct InstructionSet {
   AttentionCore attention;
   LinearCore linear;
   RmsNormCore rms_norm;
-  SiluMultiplyCore silu_multiply;
+  GateCore silu_multiply;
+  GateCore sigmoid_multiply;
   RotateCore rotate;
+  RecurrenceCore recurrence;
+  ConvCore conv;
 };
 
 // What this CPU can run, best first; never empty.

@@ -29,6 +29,12 @@ def gated(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def opened(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
+    output = torch.full((x.shape[0], x.shape[1] // 2), float("nan"))
+    kernels.sigmoid_multiply(x, output)
+    return output
+
+
 def rotated(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     """As one head when the width is small, else as heads of 12."""
     half = x.shape[1] // 2 if x.shape[1] < 12 else 6
@@ -43,7 +49,7 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[normed, gated, rotated], ids=lambda operation: operation.__name__)
+@pytest.fixture(params=[normed, gated, opened, rotated], ids=lambda operation: operation.__name__)
 def operation(request: pytest.FixtureRequest) -> Operation:
     result: Operation = request.param
     return result
