@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from model_runtime.layer_configs.experts import ExpertsConfig
+from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
@@ -45,7 +48,32 @@ class RopeFrequencyDivisors:
             _require_positive(f"rope_scaling.divisors[{index}]", divisor)
 
 
-RopeScaling = Llama3RopeScaling | RopeFrequencyDivisors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRopeScaling:
+    """Low rotary frequencies are divided by `factor`, high ones kept, the rest interpolated by dimension.
+
+    Kept is what turns at least `beta_fast` times within the original context, divided what turns `beta_slow` times or
+    less; `is_truncated` rounds the dimensions where that is outwards. Cosines and sines are multiplied by `magnitude`.
+    Raises ValueError naming the field. Source: Peng et al. 2023, "YaRN".
+    """
+
+    factor: float
+    original_max_position_tokens: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive("rope_scaling.factor", self.factor)
+        _require_positive("rope_scaling.original_max_position_tokens", self.original_max_position_tokens)
+        _require_positive("rope_scaling.beta_slow", self.beta_slow)
+        _require_positive("rope_scaling.magnitude", self.magnitude)
+        if not self.beta_fast >= self.beta_slow:
+            raise ValueError(f"rope_scaling.beta_fast {self.beta_fast} must be at least beta_slow {self.beta_slow}")
+
+
+RopeScaling = Llama3RopeScaling | RopeFrequencyDivisors | YarnRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +96,9 @@ class SlidingLayers:
 class ModelConfig:
     """The shape of a model; `architecture` is a key of the registry.
 
-    `attention_scale` is what scores are multiplied by, head_dim ** -0.5 where it is None. `sliding` None: every layer
-    sees everything. Raises ValueError naming the field and its value.
+    `attention_scale` is what scores are multiplied by, head_dim ** -0.5 where it is None. `head_dim` is what turns with
+    the position where a head has more dimensions than that. `sliding` None: every layer sees everything. The others are
+    None where a model has no layers of the kind. Raises ValueError naming the field and its value.
     """
 
     architecture: str
@@ -87,6 +116,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     attention_scale: float | None = None
     sliding: SlidingLayers | None = None
+    experts: ExpertsConfig | None = None
+    latent_attention: LatentAttentionConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -114,6 +145,10 @@ class ModelConfig:
         if self.sliding is not None and len(self.sliding.is_sliding) != self.num_layers:
             raise ValueError(
                 f"sliding.is_sliding names {len(self.sliding.is_sliding)} layers, num_layers is {self.num_layers}"
+            )
+        if self.experts is not None and len(self.experts.is_sparse) != self.num_layers:
+            raise ValueError(
+                f"experts.is_sparse names {len(self.experts.is_sparse)} layers, num_layers is {self.num_layers}"
             )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:

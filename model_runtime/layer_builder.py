@@ -32,6 +32,10 @@ class LayerBuilder:
         """One layer whose output is that of the named matrices side by side."""
         return Linear(pack_stacked(self.source, names, self.dtype, self.kernels), self.kernels)
 
+    def linear_of(self, weight: torch.Tensor) -> Linear:
+        """One layer of a weight[columns, depth] that was read and changed."""
+        return Linear((self.kernels.pack(weight.contiguous()),), self.kernels)
+
     def embedding(self, name: str) -> Embedding:
         (weight,) = pack_stacked(self.source, (name,), self.dtype, self.kernels)
         return Embedding(weight, self.kernels)

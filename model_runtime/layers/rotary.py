@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model_runtime.config import Llama3RopeScaling, ModelConfig, RopeFrequencyDivisors
+from model_runtime.config import Llama3RopeScaling, ModelConfig, RopeFrequencyDivisors, YarnRopeScaling
 from model_runtime.kernels.interface import Kernels
 
 
@@ -23,15 +23,25 @@ class Angles:
 
 
 class RotaryTable:
-    """Turns positions into the cosines and sines of heads. Holds the frequencies[head_dim / 2] and no table."""
+    """Turns positions into the cosines and sines of heads. Holds the frequencies[head_dim / 2] and no table.
 
-    def __init__(self, frequencies: torch.Tensor) -> None:
+    Cosines and sines are multiplied by `magnitude`.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, magnitude: float = 1.0) -> None:
         self._frequencies = frequencies  # [head_dim / 2]
+        self._magnitude = magnitude
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> RotaryTable:
+        """That of the layers that see everything, scaling applied."""
+        scaling = config.rope_scaling
+        return cls(rotary_frequencies(config), scaling.magnitude if isinstance(scaling, YarnRopeScaling) else 1.0)
 
     def at(self, positions: torch.Tensor) -> Angles:
         """Angles of int64[num_tokens] positions."""
         angles = positions.float().unsqueeze(-1) * self._frequencies  # [tokens, head_dim / 2]
-        return Angles(cosines=angles.cos(), sines=angles.sin())
+        return Angles(cosines=angles.cos().mul_(self._magnitude), sines=angles.sin().mul_(self._magnitude))
 
 
 def base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
@@ -50,6 +60,8 @@ def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
             return frequencies / torch.tensor(divisors)
         case Llama3RopeScaling() as scaling:
             return _stretch_low_frequencies(frequencies, scaling)
+        case YarnRopeScaling() as scaling:
+            return _interpolate_by_dimension(frequencies, config.rope_theta, scaling)
 
 
 def rotate(heads: torch.Tensor, angles: Angles, kernels: Kernels) -> torch.Tensor:
@@ -65,3 +77,20 @@ def _stretch_low_frequencies(frequencies: torch.Tensor, scaling: Llama3RopeScali
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)  # 0 for long wavelengths, 1 for short ones
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _interpolate_by_dimension(frequencies: torch.Tensor, theta: float, scaling: YarnRopeScaling) -> torch.Tensor:
+    num_frequencies = frequencies.shape[0]
+    first = _dimension_of_turns(scaling.beta_fast, num_frequencies, theta, scaling.original_max_position_tokens)
+    last = _dimension_of_turns(scaling.beta_slow, num_frequencies, theta, scaling.original_max_position_tokens)
+    if scaling.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
+    width = last - first if last != first else 0.001  # a step instead of a ramp
+    divided = ((torch.arange(num_frequencies).float() - first) / width).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * divided + frequencies * (1.0 - divided)
+
+
+def _dimension_of_turns(num_turns: float, num_frequencies: int, theta: float, num_tokens: int) -> float:
+    """Where on the line of frequencies one turns so many times within `num_tokens`."""
+    return num_frequencies * math.log(num_tokens / (num_turns * 2 * math.pi)) / math.log(theta)

@@ -19,7 +19,7 @@ from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.activation import gelu_tanh_multiply
 from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.norm import RmsNorm
-from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotary_frequencies, rotate
+from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotate
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -123,7 +123,7 @@ class Gemma3Model:
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._full_rotary = RotaryTable(rotary_frequencies(config))
+        self._full_rotary = RotaryTable.of(config)
         sliding_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
         self._sliding_rotary = RotaryTable(base_frequencies(sliding_theta, config.head_dim))
         self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]

@@ -17,7 +17,8 @@ from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.attention import CachedAttention
-from model_runtime.layers.rotary import Angles, RotaryTable, rotary_frequencies, rotate
+from model_runtime.layers.mlp import GatedMlp
+from model_runtime.layers.rotary import Angles, RotaryTable, rotate
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -69,24 +70,6 @@ class LlamaAttention:
         return self._output(attended.flatten(1))  # [T, hidden]
 
 
-class LlamaMlp:
-    """SiLU-gated feed-forward network of one layer."""
-
-    def __init__(self, layer: int, builder: LayerBuilder) -> None:
-        prefix = f"model.layers.{layer}.mlp."
-        self._kernels = builder.kernels
-        self._gate_up = builder.linear(
-            prefix + "gate_proj.weight", prefix + "up_proj.weight"
-        )  # [2 * intermediate, hidden]
-        self._down = builder.linear(prefix + "down_proj.weight")  # [hidden, intermediate]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate_up = self._gate_up(hidden)  # [T, 2 * intermediate]
-        gated = hidden.new_empty((hidden.shape[0], gate_up.shape[1] // 2))  # [T, intermediate]
-        self._kernels.silu_multiply(gate_up, gated)
-        return self._down(gated)  # [T, hidden]
-
-
 class LlamaLayer:
     """One residual block: attention, then the MLP, each behind its norm."""
 
@@ -95,7 +78,7 @@ class LlamaLayer:
         self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._mlp_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
         self.attention = LlamaAttention(layer, builder)
-        self._mlp = LlamaMlp(layer, builder)
+        self._mlp = GatedMlp(prefix + "mlp.", builder)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
@@ -107,7 +90,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable(rotary_frequencies(config))
+        self._rotary = RotaryTable.of(config)
         self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
         self._norm = builder.norm("model.norm.weight")  # [hidden]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import Gemma3ForCausalLM
 from unit.model_runtime import tiny_gemma3
-from unit.model_runtime.test_executor import FusedRun
+from unit.model_runtime.fused_run import FusedRun
 
 from cache_runtime.arena import CacheArena
 from cache_runtime.errors import CacheConfigError

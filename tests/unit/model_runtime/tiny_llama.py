@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from unit.model_runtime import reference_models
+from unit.model_runtime.reference_models import reference_greedy, reference_logits, save
+
+__all__ = ["reference_greedy", "reference_logits", "save"]
 
 VOCAB_SIZE = 131
 LLAMA3_ROPE = {
@@ -56,31 +58,5 @@ def make_reference(
     return reference
 
 
-def save(reference: LlamaForCausalLM, directory: Path, *, max_shard_size: str = "1GB") -> Path:
-    reference.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
-
-
-@torch.inference_mode()
-def reference_logits(reference: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """float32[len(tokens), vocab]: the logits after every token, in one pass without a cache."""
-    return reference(torch.tensor([tokens]), use_cache=False).logits[0]
-
-
-@torch.inference_mode()
-def reference_greedy(reference: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy continuation by hand over the reference's own cache."""
-    cache = DynamicCache(config=reference.config)
-    fed, tokens = prompt, list(prompt)
-    for _ in range(num_tokens):
-        begin = len(tokens) - len(fed)
-        position_ids = torch.arange(begin, len(tokens))[None]
-        logits = reference(torch.tensor([fed]), cache=cache, use_cache=True, position_ids=position_ids).logits[0, -1]
-        fed = [int(logits.argmax())]
-        tokens += fed
-    return tokens[len(prompt) :]
-
-
 def random_prompt(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return reference_models.random_prompt(num_tokens, seed, VOCAB_SIZE)

@@ -1,0 +1,124 @@
+"""Every family under the real scheduler: shared batches, prefix hits, eviction, retraction, blocks that all return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from transformers import PreTrainedModel
+from unit.model_runtime.fused_run import FusedRun
+from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.tiny_models import TINY_MODELS
+
+from cache_runtime.recipes.spec import CacheFamily
+from model_runtime.checkpoint import Checkpoint, open_checkpoint
+from model_runtime.executor import ModelExecutor
+from model_runtime.family import CacheBudget
+from model_runtime.registry import find_family
+
+GRAIN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A reference model and the same weights here."""
+
+    reference: PreTrainedModel
+    checkpoint: Checkpoint
+
+    def executor(self, num_lcm_blocks: int | None = None) -> ModelExecutor:
+        """With so many parents, by default as many as nobody here can fill."""
+        memory_bytes = 16 << 20 if num_lcm_blocks is None else self.bytes_of(num_lcm_blocks)
+        return ModelExecutor(
+            self.checkpoint, memory_bytes=memory_bytes, prefix_granularity=GRAIN, kernel_page_size=4, num_threads=1
+        )
+
+    def bytes_of(self, num_lcm_blocks: int) -> int:
+        budget = CacheBudget(memory_bytes=16 << 20, prefix_granularity=GRAIN, dtype="float32")
+        family = find_family(self.checkpoint.config.architecture)
+        layout = family.cache_recipe(self.checkpoint.config, budget).setup().plan.layout
+        return layout.num_arena_bytes(num_lcm_blocks)
+
+    def parents_of(self, num_tokens: int) -> int:
+        """That one request of so many tokens holds at most, under a scheduler that knows nothing of its length."""
+        run = FusedRun(self.executor())
+        return run.parents_of(num_tokens)
+
+    def prompt(self, num_tokens: int, seed: int) -> list[int]:
+        return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
+
+    def assert_exact(self, prompts: Mapping[str, list[int]], generated: Mapping[str, list[int]]) -> None:
+        for request_id, prompt in prompts.items():
+            tokens = generated[request_id]
+            assert tokens == reference_greedy(self.reference, prompt, len(tokens)), request_id
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.family is CacheFamily.STATE for group in self.executor().plan.groups)
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    reference = TINY_MODELS[request.param]()
+    directory = save(reference, tmp_path_factory.mktemp("model"))
+    return Pair(reference=reference, checkpoint=open_checkpoint(directory))
+
+
+@pytest.mark.parametrize("token_budget", [GRAIN + 1, 24])
+def test_exact_requests_that_share_batches(pair: Pair, token_budget: int) -> None:
+    prompts = {f"{num} tokens": pair.prompt(num, seed=num) for num in (1, GRAIN, 37, 50)}
+    run = FusedRun(pair.executor(), token_budget=token_budget)
+    generated = run.generate(prompts, 20)
+    assert run.num_mixed_batches > 0
+    pair.assert_exact(prompts, generated)
+    run.assert_all_blocks_return()
+
+
+def test_exact_after_a_prefix_hit(pair: Pair) -> None:
+    shared = pair.prompt(5 * GRAIN, seed=50)
+    run = FusedRun(pair.executor())
+    run.generate({"first": [*shared, 5]}, 4)
+    prompts = {"second": [*shared, 9, 8, 7]}
+    pair.assert_exact(prompts, run.generate(prompts, 20))
+    assert run.hit_tokens == {"first": 0, "second": 5 * GRAIN}
+
+
+def test_exact_with_a_checkpoint_inside_the_last_chunk(pair: Pair) -> None:
+    """The chunk crosses the last grain boundary, and whoever shares the prompt up to there goes on from it."""
+    prompt = pair.prompt(2 * GRAIN + 3, seed=51)
+    run = FusedRun(pair.executor(), token_budget=64)
+    first = run.generate({"first": prompt}, 12)
+    assert run.num_checkpoints == (1 if pair.has_states else 0)
+    prompts = {"again": [*prompt[: 2 * GRAIN], 9, 8]}
+    again = run.generate(prompts, 12)
+    assert run.hit_tokens["again"] == 2 * GRAIN
+    pair.assert_exact({"first": prompt, **prompts}, first | again)
+
+
+def test_exact_in_an_arena_that_must_evict(pair: Pair) -> None:
+    run = FusedRun(pair.executor(num_lcm_blocks=4 * pair.parents_of(45)))
+    for seed in range(4):
+        prompts = {f"{seed} {index}": pair.prompt(30, seed=10 * seed + index) for index in range(3)}
+        pair.assert_exact(prompts, run.generate(prompts, 12))
+    run.assert_all_blocks_return()
+
+
+def test_exact_though_requests_give_way_and_come_back(pair: Pair) -> None:
+    """Three that fit while they are short, and do not together once they have grown."""
+    run = FusedRun(pair.executor(num_lcm_blocks=2 * pair.parents_of(70)))
+    prompts = {f"{index}": pair.prompt(20, seed=index) for index in range(3)}
+    run.start(prompts, 48, declares_length=False)
+    generated = run.finish(prompts)
+    assert run.num_retractions > 0
+    pair.assert_exact(prompts, generated)
+    run.assert_all_blocks_return()
+
+
+def test_requests_that_are_given_up_leave_no_block_behind(pair: Pair) -> None:
+    run = FusedRun(pair.executor(), token_budget=GRAIN + 1)
+    run.start({"long": pair.prompt(60, seed=1), "short": pair.prompt(5, seed=2)}, 40)
+    for _ in range(6):
+        run.step()
+    run.abort("long", "short")
+    run.assert_all_blocks_return()

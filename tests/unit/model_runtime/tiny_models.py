@@ -1,0 +1,16 @@
+"""One tiny random reference model per family, by the word that its tests carry. A new family adds its own here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from transformers import PreTrainedModel
+from unit.model_runtime import tiny_deepseek
+
+TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
+    {
+        "deepseek_v2": tiny_deepseek.make_v2,
+        "deepseek_v3": tiny_deepseek.make_v3,
+    }
+)
