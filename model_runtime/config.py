@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from model_runtime.layer_configs.experts import ExpertsConfig
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
+from model_runtime.layer_configs.mamba2 import Mamba2Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +97,10 @@ class SlidingLayers:
 class ModelConfig:
     """The shape of a model; `architecture` is a key of the registry.
 
-    `attention_scale` is what scores are multiplied by, head_dim ** -0.5 where it is None. `head_dim` is what turns with
-    the position where a head has more dimensions than that. `sliding` None: every layer sees everything. The others are
-    None where a model has no layers of the kind. Raises ValueError naming the field and its value.
+    `attention_scale` is what scores are multiplied by, head_dim ** -0.5 where it is None. `rotary_dim` is how many of a
+    head's first dimensions turn with the position, all of them where it is None. `sliding` None: every layer sees
+    everything. The others are None where a model has no layers of the kind. Raises ValueError naming the field and its
+    value.
     """
 
     architecture: str
@@ -115,9 +117,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
     attention_scale: float | None = None
+    rotary_dim: int | None = None
     sliding: SlidingLayers | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    mamba2: Mamba2Config | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -137,8 +141,7 @@ class ModelConfig:
             _require_positive(name, value)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        self._check_rotary_dim()
         self._check_rope_scaling()
         if self.attention_scale is not None:
             _require_positive("attention_scale", self.attention_scale)
@@ -150,9 +153,18 @@ class ModelConfig:
             raise ValueError(
                 f"experts.is_sparse names {len(self.experts.is_sparse)} layers, num_layers is {self.num_layers}"
             )
+        if self.mamba2 is not None and len(self.mamba2.is_recurrent) != self.num_layers:
+            raise ValueError(
+                f"mamba2.is_recurrent names {len(self.mamba2.is_recurrent)} layers, num_layers is {self.num_layers}"
+            )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"special token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def num_turning_dims(self) -> int:
+        """Dimensions of a head that turn with the position."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def window_left_tokens(self, layer: int) -> int | None:
         """Tokens before its own that a token of the layer sees; None for all of them."""
@@ -160,11 +172,17 @@ class ModelConfig:
             return None
         return self.sliding.window_tokens - 1
 
+    def _check_rotary_dim(self) -> None:
+        if self.rotary_dim is None and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ValueError(f"rotary_dim must be even and within head_dim {self.head_dim}, got {self.rotary_dim}")
+
     def _check_rope_scaling(self) -> None:
-        scaling, num_frequencies = self.rope_scaling, self.head_dim // 2
+        scaling, num_frequencies = self.rope_scaling, self.num_turning_dims // 2
         if isinstance(scaling, RopeFrequencyDivisors) and len(scaling.divisors) != num_frequencies:
             raise ValueError(
-                f"rope_scaling has {len(scaling.divisors)} divisors, head_dim {self.head_dim} has "
+                f"rope_scaling has {len(scaling.divisors)} divisors, {self.num_turning_dims} turning dimensions have "
                 f"{num_frequencies} frequencies"
             )
 

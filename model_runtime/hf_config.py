@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
+from model_runtime.hf_configs.bamba import read_bamba
 from model_runtime.hf_configs.deepseek import read_deepseek_v2, read_deepseek_v3
 from model_runtime.hf_configs.gemma3 import read_gemma3
 from model_runtime.hf_configs.llama import read_llama
@@ -42,5 +43,6 @@ _READERS: Mapping[str, Callable[[Path, JsonKeys], ModelConfig]] = MappingProxyTy
         "Gemma3ForCausalLM": read_gemma3,
         "DeepseekV2ForCausalLM": read_deepseek_v2,
         "DeepseekV3ForCausalLM": read_deepseek_v3,
+        "BambaForCausalLM": read_bamba,
     }
 )

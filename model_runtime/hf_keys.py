@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,24 @@ class JsonKeys:
             case _:
                 raise self._wrong(key, "an array of strings")
 
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        match self.values.get(key):
+            case None:
+                return None
+            case [*items] if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+                return tuple(int(str(item)) for item in items)
+            case _:
+                raise self._wrong(key, "an array of integers")
+
+    def number_pair(self, key: str) -> tuple[float, float] | None:
+        match self.values.get(key):
+            case None:
+                return None
+            case [first, second] if _is_number(first) and _is_number(second):
+                return _as_float(first), _as_float(second)
+            case _:
+                raise self._wrong(key, "an array of two numbers")
+
     def refuse_others(self, accepted_by_key: Mapping[str, tuple[object, ...]]) -> None:
         """Raises for a key that holds none of the values accepted for it; a missing key is the first of them."""
         for key, accepted in accepted_by_key.items():
@@ -82,6 +101,21 @@ class JsonKeys:
 
     def _wrong(self, key: str, wanted: str) -> CheckpointError:
         return CheckpointError(f'{self.path}: key "{key}" must be {wanted}, is {self.values.get(key)!r}')
+
+
+def _is_number(value: object) -> bool:
+    match value:
+        case bool():
+            return False
+        case int() | float() | {"__float__": "Infinity"}:
+            return True
+        case _:
+            return False
+
+
+def _as_float(number: object) -> float:
+    """`transformers` writes what JSON has no word for as an object."""
+    return float(number) if isinstance(number, int | float) else math.inf
 
 
 def eos_token_ids(directory: Path, keys: JsonKeys) -> tuple[int, ...]:

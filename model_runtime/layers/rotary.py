@@ -1,4 +1,4 @@
-"""Rotary position embedding in the half-split layout: dimension i turns with dimension i + head_dim / 2.
+"""Rotary position embedding in the half-split layout: dimension i turns with dimension i + rotary_dim / 2.
 
 Source: Su et al. 2021, "RoFormer"; the layout of transformers' Llama.
 """
@@ -52,7 +52,7 @@ def base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
 
 def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
     """float32[head_dim / 2] radians per position of the layers that see everything, scaling applied."""
-    frequencies = base_frequencies(config.rope_theta, config.head_dim)
+    frequencies = base_frequencies(config.rope_theta, config.num_turning_dims)
     match config.rope_scaling:
         case None:
             return frequencies
@@ -65,7 +65,14 @@ def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, angles: Angles, kernels: Kernels) -> torch.Tensor:
-    """[tokens, num_heads, head_dim] turned by the angles; the heads of a token are contiguous."""
+    """[tokens, num_heads, head_dim] turned by the angles; the heads of a token are contiguous.
+
+    Where there are fewer angles than head_dim / 2, the dimensions behind those stay as they are.
+    """
+    rotary_dim = 2 * angles.cosines.shape[1]
+    if rotary_dim < heads.shape[2]:
+        turned = rotate(heads[..., :rotary_dim], angles, kernels)
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=2)
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     kernels.rotate(heads.flatten(1), angles.cosines, angles.sines, turned.flatten(1))
     return turned

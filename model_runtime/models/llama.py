@@ -16,58 +16,25 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
-from model_runtime.layers.attention import CachedAttention
-from model_runtime.layers.mlp import GatedMlp
-from model_runtime.layers.rotary import Angles, RotaryTable, rotate
+from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
+from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.rotary import Angles, RotaryTable
 from model_runtime.weights import Shape, TensorSource
 
 
 def llama_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
     """Shape of every tensor of the family by canonical name."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (query, hidden),
-            prefix + "self_attn.k_proj.weight": (key_value, hidden),
-            prefix + "self_attn.v_proj.weight": (key_value, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, query),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (intermediate, hidden),
-            prefix + "mlp.up_proj.weight": (intermediate, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, intermediate),
-        }
+        shapes |= {prefix + "input_layernorm.weight": (hidden,), prefix + "post_attention_layernorm.weight": (hidden,)}
+        shapes |= grouped_query_shapes(prefix + "self_attn.", config)
+        shapes |= gated_mlp_shapes(prefix + "mlp.", hidden, config.intermediate_size)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
-
-
-class LlamaAttention:
-    """Projections, rotation and attention of one layer."""
-
-    def __init__(self, layer: int, builder: LayerBuilder) -> None:
-        config, prefix = builder.config, f"model.layers.{layer}.self_attn."
-        self._kernels = builder.kernels
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._qkv = builder.linear(
-            *(f"{prefix}{name}_proj.weight" for name in "qkv")
-        )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer, config)
-
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
-        heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
-        heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
-        rotated = rotate(heads[:, :num_rotated], angles, self._kernels)  # [T, num_heads + num_kv_heads, head_dim]
-        attended = self.cached(
-            rotated[:, : self._num_heads], rotated[:, self._num_heads :], heads[:, num_rotated:], context
-        )  # [T, num_heads, head_dim]
-        return self._output(attended.flatten(1))  # [T, hidden]
 
 
 class LlamaLayer:
@@ -77,7 +44,7 @@ class LlamaLayer:
         prefix = f"model.layers.{layer}."
         self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._mlp_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
-        self.attention = LlamaAttention(layer, builder)
+        self.attention = GroupedQueryAttention(layer, prefix + "self_attn.", builder)
         self._mlp = GatedMlp(prefix + "mlp.", builder)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:

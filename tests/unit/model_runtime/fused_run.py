@@ -79,9 +79,11 @@ class FusedRun:
         capacity = self._scheduler.capacity()
         assert capacity.empty_lcm_blocks == capacity.total_lcm_blocks
 
-    def parents_of(self, num_tokens: int) -> int:
-        """LCM blocks that one request of so many tokens holds at most."""
-        return scheduler_core.CapacityModel(self._config).lcm_blocks(num_tokens)
+    def parents_of(self, num_requests: int, request_tokens: int) -> int:
+        """LCM blocks that so many requests of so many tokens hold at most."""
+        return scheduler_core.CapacityModel(self._config).lcm_blocks_for_concurrency(
+            num_requests=num_requests, num_tokens=num_requests * request_tokens, context_tokens=request_tokens
+        )
 
     def step(self) -> None:
         plan = self._scheduler.next_plan()

@@ -40,10 +40,9 @@ class Pair:
         layout = family.cache_recipe(self.checkpoint.config, budget).setup().plan.layout
         return layout.num_arena_bytes(num_lcm_blocks)
 
-    def parents_of(self, num_tokens: int) -> int:
-        """That one request of so many tokens holds at most, under a scheduler that knows nothing of its length."""
-        run = FusedRun(self.executor())
-        return run.parents_of(num_tokens)
+    def executor_for(self, num_requests: int, request_tokens: int) -> ModelExecutor:
+        """With just the parents that these hold at most."""
+        return self.executor(FusedRun(self.executor()).parents_of(num_requests, request_tokens))
 
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
@@ -97,7 +96,7 @@ def test_exact_with_a_checkpoint_inside_the_last_chunk(pair: Pair) -> None:
 
 
 def test_exact_in_an_arena_that_must_evict(pair: Pair) -> None:
-    run = FusedRun(pair.executor(num_lcm_blocks=4 * pair.parents_of(45)))
+    run = FusedRun(pair.executor_for(3, 42))
     for seed in range(4):
         prompts = {f"{seed} {index}": pair.prompt(30, seed=10 * seed + index) for index in range(3)}
         pair.assert_exact(prompts, run.generate(prompts, 12))
@@ -105,14 +104,18 @@ def test_exact_in_an_arena_that_must_evict(pair: Pair) -> None:
 
 
 def test_exact_though_requests_give_way_and_come_back(pair: Pair) -> None:
-    """Three that fit while they are short, and do not together once they have grown."""
-    run = FusedRun(pair.executor(num_lcm_blocks=2 * pair.parents_of(70)))
+    """In the largest arena that holds three while they are short, and not together once they have grown."""
     prompts = {f"{index}": pair.prompt(20, seed=index) for index in range(3)}
-    run.start(prompts, 48, declares_length=False)
-    generated = run.finish(prompts)
-    assert run.num_retractions > 0
-    pair.assert_exact(prompts, generated)
-    run.assert_all_blocks_return()
+    sizes = FusedRun(pair.executor())
+    for num_lcm_blocks in range(sizes.parents_of(3, 28), sizes.parents_of(1, 68) - 1, -1):
+        run = FusedRun(pair.executor(num_lcm_blocks))
+        run.start(prompts, 48, declares_length=False)
+        generated = run.finish(prompts)
+        pair.assert_exact(prompts, generated)
+        run.assert_all_blocks_return()
+        if run.num_retractions > 0:
+            return
+    pytest.fail("nobody gave way")
 
 
 def test_requests_that_are_given_up_leave_no_block_behind(pair: Pair) -> None:

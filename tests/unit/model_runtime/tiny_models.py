@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from transformers import PreTrainedModel
-from unit.model_runtime import tiny_deepseek
+from unit.model_runtime import tiny_bamba, tiny_deepseek
 
 TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
     {
+        "mamba": tiny_bamba.make_reference,
         "deepseek_v2": tiny_deepseek.make_v2,
         "deepseek_v3": tiny_deepseek.make_v3,
     }

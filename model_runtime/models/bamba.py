@@ -1,0 +1,105 @@
+"""The Bamba family: Mamba-2 state spaces, a few layers of attention between them, and a dense network behind each.
+
+Source: Dao and Gu 2024, "Transformers are SSMs"; tensor names and numerics of transformers' BambaForCausalLM. T is
+tokens of the forward, L rows that want logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cache_runtime.layer_binding import CacheLayer
+from model_runtime.config import ModelConfig
+from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
+from model_runtime.kernels.interface import Kernels
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.layer_configs.mamba2 import Mamba2Config
+from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
+from model_runtime.layers.mamba2 import Mamba2, mamba2_shapes
+from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.rotary import Angles, RotaryTable
+from model_runtime.weights import Shape, TensorSource
+
+
+def mamba2_of(config: ModelConfig) -> Mamba2Config:
+    """Raises ValueError for a model without state spaces."""
+    if config.mamba2 is None:
+        raise ValueError(f"{config.architecture}: the config has no mamba2")
+    return config.mamba2
+
+
+def bamba_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
+    """Shape of every tensor of the family by canonical name."""
+    hidden, mamba2 = config.hidden_size, mamba2_of(config)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer, is_recurrent in enumerate(mamba2.is_recurrent):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + "input_layernorm.weight": (hidden,), prefix + "pre_ff_layernorm.weight": (hidden,)}
+        if is_recurrent:
+            shapes |= mamba2_shapes(prefix + "mamba.", hidden, mamba2)
+        else:
+            shapes |= grouped_query_shapes(prefix + "self_attn.", config)
+        shapes |= gated_mlp_shapes(prefix + "feed_forward.", hidden, config.intermediate_size)
+    shapes["model.final_layernorm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+class BambaLayer:
+    """One residual block: a state space or attention, then the feed-forward network, each behind its norm."""
+
+    def __init__(self, layer: int, builder: LayerBuilder) -> None:
+        prefix, mamba2 = f"model.layers.{layer}.", mamba2_of(builder.config)
+        self._mixer_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
+        self._mlp_norm = builder.norm(prefix + "pre_ff_layernorm.weight")  # [hidden]
+        self._mlp = GatedMlp(prefix + "feed_forward.", builder)
+        is_recurrent = mamba2.is_recurrent[layer]
+        self._mamba = Mamba2(layer, prefix + "mamba.", builder, mamba2) if is_recurrent else None
+        self._attention = None if is_recurrent else GroupedQueryAttention(layer, prefix + "self_attn.", builder)
+
+    @property
+    def declaration(self) -> CacheLayer:
+        if self._attention is not None:
+            return self._attention.cached.declaration
+        assert self._mamba is not None
+        return self._mamba.declaration
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        hidden = self._mix(self._mixer_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
+        return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
+
+    def _mix(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        if self._attention is not None:
+            return self._attention(hidden, angles, context)
+        assert self._mamba is not None
+        return self._mamba(hidden, context)
+
+
+class BambaModel:
+    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
+        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+        self._rotary = RotaryTable.of(config)
+        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
+        self._layers = tuple(BambaLayer(layer, builder) for layer in range(config.num_layers))
+        self._norm = builder.norm("model.final_layernorm.weight")  # [hidden]
+        # [vocab, hidden]
+        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        return tuple(layer.declaration for layer in self._layers)
+
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        """Logits float32[L, vocab] of the batch's `logit_tokens`; rows and states are written on the way."""
+        angles = self._rotary.at(batch.positions)
+        hidden = self._embedding(batch.token_ids)  # [T, hidden]
+        for layer in self._layers:
+            hidden = layer(hidden, angles, context)
+        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+        return self._head(last)  # [L, vocab]
