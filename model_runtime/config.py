@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layer_configs.experts import ExpertsConfig
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
 from model_runtime.layer_configs.mamba2 import Mamba2Config
@@ -122,6 +123,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     mamba2: Mamba2Config | None = None
+    delta_net: DeltaNetConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -145,18 +147,7 @@ class ModelConfig:
         self._check_rope_scaling()
         if self.attention_scale is not None:
             _require_positive("attention_scale", self.attention_scale)
-        if self.sliding is not None and len(self.sliding.is_sliding) != self.num_layers:
-            raise ValueError(
-                f"sliding.is_sliding names {len(self.sliding.is_sliding)} layers, num_layers is {self.num_layers}"
-            )
-        if self.experts is not None and len(self.experts.is_sparse) != self.num_layers:
-            raise ValueError(
-                f"experts.is_sparse names {len(self.experts.is_sparse)} layers, num_layers is {self.num_layers}"
-            )
-        if self.mamba2 is not None and len(self.mamba2.is_recurrent) != self.num_layers:
-            raise ValueError(
-                f"mamba2.is_recurrent names {len(self.mamba2.is_recurrent)} layers, num_layers is {self.num_layers}"
-            )
+        self._check_layer_flags()
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"special token {token_id} is outside the vocabulary of {self.vocab_size}")
@@ -171,6 +162,17 @@ class ModelConfig:
         if self.sliding is None or not self.sliding.is_sliding[layer]:
             return None
         return self.sliding.window_tokens - 1
+
+    def _check_layer_flags(self) -> None:
+        """Every kind of layer names all layers."""
+        for name, flags in (
+            ("sliding.is_sliding", None if self.sliding is None else self.sliding.is_sliding),
+            ("experts.is_sparse", None if self.experts is None else self.experts.is_sparse),
+            ("mamba2.is_recurrent", None if self.mamba2 is None else self.mamba2.is_recurrent),
+            ("delta_net.is_recurrent", None if self.delta_net is None else self.delta_net.is_recurrent),
+        ):
+            if flags is not None and len(flags) != self.num_layers:
+                raise ValueError(f"{name} names {len(flags)} layers, num_layers is {self.num_layers}")
 
     def _check_rotary_dim(self) -> None:
         if self.rotary_dim is None and self.head_dim % 2:

@@ -66,10 +66,11 @@ class JsonKeys:
             case _:
                 raise self._wrong(key, "an array of strings")
 
-    def integers(self, key: str) -> tuple[int, ...] | None:
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Empty where the key is missing or null."""
         match self.values.get(key):
             case None:
-                return None
+                return ()
             case [*items] if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
                 return tuple(int(str(item)) for item in items)
             case _:

@@ -53,7 +53,7 @@ def read_bamba(directory: Path, keys: JsonKeys) -> ModelConfig:
 def _read_mamba2(keys: JsonKeys, hidden_size: int) -> Mamba2Config:
     num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("mamba_n_heads")
     inner_size = int(keys.number("mamba_expand") * hidden_size)
-    attention_layers = keys.integers("attn_layer_indices") or ()
+    attention_layers = keys.integers("attn_layer_indices")
     min_step, max_step = keys.number_pair("time_step_limit") or (0.0, math.inf)
     config = Mamba2Config(
         is_recurrent=tuple(layer not in attention_layers for layer in range(num_layers)),

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 import torch
 
-from cache_runtime.layer_binding import StateLayer
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.mamba2 import Mamba2Config
-from model_runtime.layers.convolution import ShortConvolution
 from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.recurrence import CachedStates
 from model_runtime.weights import Shape
 
 
@@ -39,50 +38,41 @@ class Mamba2:
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder, config: Mamba2Config) -> None:
         self._config, self._kernels = config, builder.kernels
         self._input = builder.linear(prefix + "in_proj.weight")  # [inner + channels + num_heads, hidden]
-        bias = builder.tensor(prefix + "conv1d.bias") if config.has_conv_bias else None
-        self._conv = ShortConvolution(builder.tensor(prefix + "conv1d.weight").squeeze(1), bias, builder.kernels)
+        self._conv_weight = builder.tensor(prefix + "conv1d.weight").squeeze(1).T.contiguous()  # [width, channels]
+        self._conv_bias = builder.tensor(prefix + "conv1d.bias") if config.has_conv_bias else None  # [channels]
         self._step_bias = builder.tensor(prefix + "dt_bias").unsqueeze(1)  # [num_heads, 1]
         self._rate = builder.tensor(prefix + "A_log").exp()  # [num_heads]
         self._skip = builder.tensor(prefix + "D")  # [num_heads]
         weights = builder.tensor(prefix + "norm.weight").chunk(config.num_groups)
         self._norms = tuple(RmsNorm(weight, builder.config.rms_norm_eps, builder.kernels) for weight in weights)
         self._output = builder.linear(prefix + "out_proj.weight")  # [hidden, inner]
-        self.declaration = StateLayer(layer=layer)
+        self.cached = CachedStates(layer)
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; the layer's states are read and written on the way."""
         config = self._config
         parts = [config.inner_size, config.num_conv_channels, config.num_heads]
         gate, channels, steps = torch.split(self._input(hidden), parts, dim=1)
-        scanned = self._scan(self._conv(channels, self.declaration, context), steps, context)  # [T, inner]
-        context.on_stored(self.declaration.layer)
+        mixed = self.cached.convolve(channels, self._conv_weight, self._conv_bias, context)  # [T, channels]
+        scanned = self._scan(mixed, steps, context)  # [T, inner]
         return self._output(self._gated(scanned, gate))  # [T, hidden]
 
     def _scan(self, channels: torch.Tensor, steps: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         config = self._config
         num_shared = config.num_groups * config.state_dim
         values, keys, queries = torch.split(channels, [config.inner_size, num_shared, num_shared], dim=1)
-        blocks = context.routed.state_blocks(self.declaration.group_id)
-        output = torch.empty((channels.shape[0], config.num_heads, config.head_dim))
-        self._kernels.selective_scan(
-            values.view(output.shape),
+        scanned = self.cached.scan(
+            values.view(-1, config.num_heads, config.head_dim),
             keys.view(-1, config.num_groups, config.state_dim),
             queries.view(-1, config.num_groups, config.state_dim),
             steps.unsqueeze(2),
             self._step_bias,
             self._rate,
             self._skip,
-            config.min_step,
-            config.max_step,
-            context.pools.state.recurrent_state(self.declaration.layer),
-            blocks.input_blocks,
-            blocks.output_blocks,
-            blocks.checkpoint_blocks,
-            blocks.checkpoint_lengths,
-            context.batch.lengths,
-            output,
-        )
-        return output.flatten(1)
+            (config.min_step, config.max_step),
+            context,
+        )  # [T, num_heads, head_dim]
+        return scanned.flatten(1)
 
     def _gated(self, scanned: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The gate goes first; every group of heads is a norm of its own."""

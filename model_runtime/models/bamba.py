@@ -57,26 +57,23 @@ class BambaLayer:
         self._mixer_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._mlp_norm = builder.norm(prefix + "pre_ff_layernorm.weight")  # [hidden]
         self._mlp = GatedMlp(prefix + "feed_forward.", builder)
-        is_recurrent = mamba2.is_recurrent[layer]
-        self._mamba = Mamba2(layer, prefix + "mamba.", builder, mamba2) if is_recurrent else None
-        self._attention = None if is_recurrent else GroupedQueryAttention(layer, prefix + "self_attn.", builder)
+        self._mixer = (
+            Mamba2(layer, prefix + "mamba.", builder, mamba2)
+            if mamba2.is_recurrent[layer]
+            else GroupedQueryAttention(layer, prefix + "self_attn.", builder)
+        )
 
     @property
     def declaration(self) -> CacheLayer:
-        if self._attention is not None:
-            return self._attention.cached.declaration
-        assert self._mamba is not None
-        return self._mamba.declaration
+        return self._mixer.cached.declaration
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        hidden = self._mix(self._mixer_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
+        normed = self._mixer_norm(hidden)  # [T, hidden]
+        mixed = (
+            self._mixer(normed, context) if isinstance(self._mixer, Mamba2) else self._mixer(normed, angles, context)
+        )
+        hidden = mixed.add_(hidden)  # [T, hidden]
         return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
-
-    def _mix(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        if self._attention is not None:
-            return self._attention(hidden, angles, context)
-        assert self._mamba is not None
-        return self._mamba(hidden, context)
 
 
 class BambaModel:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from transformers import PreTrainedModel
-from unit.model_runtime import tiny_bamba, tiny_deepseek
+from unit.model_runtime import tiny_bamba, tiny_deepseek, tiny_qwen3_next
 
 TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
     {
         "mamba": tiny_bamba.make_reference,
         "deepseek_v2": tiny_deepseek.make_v2,
         "deepseek_v3": tiny_deepseek.make_v3,
+        "qwen3_next": tiny_qwen3_next.make_reference,
     }
 )

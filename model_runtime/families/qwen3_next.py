@@ -1,0 +1,49 @@
+"""Qwen3-Next: most layers keep a state of the gated delta rule, the others keep everything."""
+
+from __future__ import annotations
+
+from cache_runtime.layer_binding import CacheLayer, StateLayer
+from cache_runtime.recipes.base import CacheLayerType, CacheRecipe
+from cache_runtime.recipes.hybrid import HybridCacheRecipe, StateField
+from cache_runtime.recipes.rows import key_value_fields
+from model_runtime.config import ModelConfig
+from model_runtime.family import CacheBudget, ModelFamily
+from model_runtime.layers.attention import declare_attention
+from model_runtime.models.qwen3_next import Qwen3NextModel, delta_net_of, qwen3_next_tensor_shapes
+
+
+def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
+    delta_net = delta_net_of(config)
+    return HybridCacheRecipe(
+        prefix_granularity=budget.prefix_granularity,
+        memory_bytes=budget.memory_bytes,
+        scheduler_limits=budget.scheduler_limits,
+        num_layers=config.num_layers,
+        row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
+        dtype=budget.dtype,
+        layer_kinds=tuple(
+            CacheLayerType.STATE if is_recurrent else CacheLayerType.FULL for is_recurrent in delta_net.is_recurrent
+        ),
+        state_fields=(
+            StateField(name="conv_state", block_shape=(delta_net.conv_width - 1, delta_net.num_conv_channels)),
+            StateField(
+                name="recurrent_state",
+                block_shape=(delta_net.num_heads, delta_net.key_head_dim, delta_net.value_head_dim),
+            ),
+        ),
+    )
+
+
+def _cache_layers(config: ModelConfig) -> tuple[CacheLayer, ...]:
+    return tuple(
+        StateLayer(layer=layer) if is_recurrent else declare_attention(layer, config)
+        for layer, is_recurrent in enumerate(delta_net_of(config).is_recurrent)
+    )
+
+
+FAMILY = ModelFamily(
+    tensor_shapes=qwen3_next_tensor_shapes,
+    cache_recipe=_cache_recipe,
+    cache_layers=_cache_layers,
+    build=Qwen3NextModel,
+)

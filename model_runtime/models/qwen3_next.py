@@ -1,0 +1,204 @@
+"""The Qwen3-Next family: gated delta nets and gated attention in turns, with experts behind either.
+
+Source: Qwen Team 2025, "Qwen3-Next"; tensor names and numerics of transformers' Qwen3NextForCausalLM. Norm weights,
+except those inside a delta net, are stored as their distance from one. T is tokens of the forward, L rows that want
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cache_runtime.layer_binding import CacheLayer
+from model_runtime.config import ModelConfig
+from model_runtime.errors import CheckpointError
+from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
+from model_runtime.kernels.interface import Kernels
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.layer_configs.delta_net import DeltaNetConfig
+from model_runtime.layer_configs.experts import ExpertsConfig
+from model_runtime.layers.attention import CachedAttention
+from model_runtime.layers.delta_net import DeltaNet, delta_net_shapes
+from model_runtime.layers.experts import Experts, Router, expert_shapes, sigmoid
+from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.rotary import Angles, RotaryTable, rotate
+from model_runtime.weights import Shape, TensorSource
+
+
+def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
+    """Raises CheckpointError for a config without recurrent layers."""
+    if config.delta_net is None:
+        raise CheckpointError(f"{config.architecture}: the config names no recurrent layers")
+    return config.delta_net
+
+
+def qwen3_next_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
+    """Shape of every tensor of the family by canonical name."""
+    hidden, delta_net = config.hidden_size, delta_net_of(config)
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer, is_recurrent in enumerate(delta_net.is_recurrent):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + "input_layernorm.weight": (hidden,), prefix + "post_attention_layernorm.weight": (hidden,)}
+        if is_recurrent:
+            shapes |= delta_net_shapes(prefix + "linear_attn.", hidden, delta_net)
+        else:
+            shapes |= _attention_shapes(prefix + "self_attn.", config)
+        shapes |= _feed_forward_shapes(prefix + "mlp.", layer, config)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _attention_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Shape]:
+    hidden, query, key_value = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    return {
+        prefix + "q_proj.weight": (2 * query, hidden),
+        prefix + "k_proj.weight": (key_value, hidden),
+        prefix + "v_proj.weight": (key_value, hidden),
+        prefix + "o_proj.weight": (hidden, query),
+        prefix + "q_norm.weight": (config.head_dim,),
+        prefix + "k_norm.weight": (config.head_dim,),
+    }
+
+
+def _feed_forward_shapes(prefix: str, layer: int, config: ModelConfig) -> Mapping[str, Shape]:
+    experts, hidden = _experts_of_layer(layer, config), config.hidden_size
+    if experts is None:
+        return gated_mlp_shapes(prefix, hidden, config.intermediate_size)
+    return {
+        prefix + "gate.weight": (experts.num_experts, hidden),
+        prefix + "shared_expert_gate.weight": (1, hidden),
+        **expert_shapes(prefix + "experts.", hidden, experts),
+        **gated_mlp_shapes(prefix + "shared_expert.", hidden, experts.shared_intermediate_size),
+    }
+
+
+def _experts_of_layer(layer: int, config: ModelConfig) -> ExpertsConfig | None:
+    return config.experts if config.experts is not None and config.experts.is_sparse[layer] else None
+
+
+def _norm(builder: LayerBuilder, name: str) -> RmsNorm:
+    return RmsNorm(builder.tensor(name) + 1.0, builder.config.rms_norm_eps, builder.kernels)
+
+
+class Qwen3NextAttention:
+    """Attention of one layer: heads are normed and turn in part, and a gate decides what of them passes."""
+
+    def __init__(self, layer: int, prefix: str, builder: LayerBuilder) -> None:
+        config = builder.config
+        self._kernels = builder.kernels
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        # [(2 * num_heads + 2 * num_kv_heads) * head_dim, hidden]
+        self._projections = builder.linear_of(_stack_projections(prefix, builder))
+        self._query_norm = _norm(builder, prefix + "q_norm.weight")  # [head_dim]
+        self._key_norm = _norm(builder, prefix + "k_norm.weight")  # [head_dim]
+        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
+        self.cached = CachedAttention(layer, config)
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        heads = self._projections(hidden).view(hidden.shape[0], -1, self._head_dim)  # [T, all heads, head_dim]
+        parts = [self._num_heads, self._num_heads, self._num_kv_heads, self._num_kv_heads]
+        gate, query, key, value = torch.split(heads, parts, dim=1)
+        query = self._turn(self._query_norm, query, angles)  # [T, num_heads, head_dim]
+        key = self._turn(self._key_norm, key, angles)  # [T, num_kv_heads, head_dim]
+        attended = self.cached(query, key, value, context).flatten(1)  # [T, num_heads * head_dim]
+        passed = torch.empty_like(attended)
+        self._kernels.sigmoid_multiply(torch.cat((gate.flatten(1), attended), dim=1), passed)
+        return self._output(passed)  # [T, hidden]
+
+    def _turn(self, norm: RmsNorm, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Every head on its own to unit mean square, then its first dimensions turned."""
+        normed = norm(heads.reshape(-1, self._head_dim)).view(heads.shape)
+        return rotate(normed, angles, self._kernels)
+
+
+def _stack_projections(prefix: str, builder: LayerBuilder) -> torch.Tensor:
+    """Rows in the order gates, queries, keys, values. A file has each head's query and gate together."""
+    config = builder.config
+    paired = builder.tensor(prefix + "q_proj.weight").view(config.num_heads, 2, config.head_dim, -1)
+    query, gate = (part.reshape(-1, config.hidden_size) for part in paired.unbind(dim=1))
+    key, value = (builder.tensor(f"{prefix}{name}_proj.weight") for name in "kv")
+    return torch.cat((gate, query, key, value))
+
+
+class Qwen3NextExperts:
+    """Routed experts beside one that all tokens go through, as far as its own gate lets them."""
+
+    def __init__(self, prefix: str, builder: LayerBuilder, config: ExpertsConfig) -> None:
+        self._kernels = builder.kernels
+        self._router = Router(prefix + "gate.weight", None, builder, config)
+        self._experts = Experts(prefix + "experts.", builder, config)
+        self._shared = GatedMlp(prefix + "shared_expert.", builder)
+        self._shared_gate = builder.linear(prefix + "shared_expert_gate.weight")  # [1, hidden]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        routed = self._experts(hidden, *self._router(hidden))  # [T, hidden]
+        passed = sigmoid(self._shared_gate(hidden), self._kernels)  # [T, 1]
+        return routed.add_(self._shared(hidden).mul_(passed))  # [T, hidden]
+
+
+class Qwen3NextLayer:
+    """One residual block: a delta net or attention, then the feed-forward network, each behind its norm."""
+
+    def __init__(self, layer: int, builder: LayerBuilder) -> None:
+        prefix, delta_net = f"model.layers.{layer}.", delta_net_of(builder.config)
+        self._mixer_norm = _norm(builder, prefix + "input_layernorm.weight")  # [hidden]
+        self._feed_forward_norm = _norm(builder, prefix + "post_attention_layernorm.weight")  # [hidden]
+        self._mixer = (
+            DeltaNet(layer, prefix + "linear_attn.", builder, delta_net)
+            if delta_net.is_recurrent[layer]
+            else Qwen3NextAttention(layer, prefix + "self_attn.", builder)
+        )
+        experts = _experts_of_layer(layer, builder.config)
+        self._feed_forward = (
+            GatedMlp(prefix + "mlp.", builder)
+            if experts is None
+            else Qwen3NextExperts(prefix + "mlp.", builder, experts)
+        )
+
+    @property
+    def declaration(self) -> CacheLayer:
+        return self._mixer.cached.declaration
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        normed = self._mixer_norm(hidden)  # [T, hidden]
+        mixed = (
+            self._mixer(normed, context) if isinstance(self._mixer, DeltaNet) else self._mixer(normed, angles, context)
+        )
+        hidden = mixed.add_(hidden)  # [T, hidden]
+        return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
+
+
+class Qwen3NextModel:
+    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
+        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+        self._rotary = RotaryTable.of(config)
+        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
+        self._layers = tuple(Qwen3NextLayer(layer, builder) for layer in range(config.num_layers))
+        self._norm = _norm(builder, "model.norm.weight")  # [hidden]
+        # [vocab, hidden]
+        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        return tuple(layer.declaration for layer in self._layers)
+
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's rows or states are left on the way."""
+        angles = self._rotary.at(batch.positions)
+        hidden = self._embedding(batch.token_ids)  # [T, hidden]
+        for layer in self._layers:
+            hidden = layer(hidden, angles, context)
+        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+        return self._head(last)  # [L, vocab]
