@@ -15,6 +15,7 @@ from model_runtime.errors import CheckpointError
 from model_runtime.hf_configs.bamba import read_bamba
 from model_runtime.hf_configs.deepseek import read_deepseek_v2, read_deepseek_v3
 from model_runtime.hf_configs.gemma3 import read_gemma3
+from model_runtime.hf_configs.kimi_linear import read_kimi_linear
 from model_runtime.hf_configs.llama import read_llama
 from model_runtime.hf_configs.qwen3_next import read_qwen3_next
 from model_runtime.hf_keys import JsonKeys, read_json_object
@@ -45,6 +46,7 @@ _READERS: Mapping[str, Callable[[Path, JsonKeys], ModelConfig]] = MappingProxyTy
         "DeepseekV2ForCausalLM": read_deepseek_v2,
         "DeepseekV3ForCausalLM": read_deepseek_v3,
         "BambaForCausalLM": read_bamba,
+        "KimiLinearForCausalLM": read_kimi_linear,
         "Qwen3NextForCausalLM": read_qwen3_next,
     }
 )

@@ -20,6 +20,7 @@ from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
 from model_runtime.hf_config import read_hf_config
 from model_runtime.hf_keys import read_json_object
+from model_runtime.hf_names import canonical_name
 from model_runtime.weights import Shape
 
 _SINGLE_FILE = "model.safetensors"
@@ -32,6 +33,7 @@ _COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # buffers that old checkpoints carry a
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredTensor:
     file: Path
+    name: str
     shape: Shape
 
 
@@ -42,10 +44,11 @@ class SafetensorsSource:
         self._path = path
         self._config = read_hf_config(path)
         self._files = _find_files(path)
-        self._tensors: dict[str, _StoredTensor] = {}
+        stored: dict[str, _StoredTensor] = {}
         for file in self._files:
-            self._tensors.update(_read_header(file))
-        _check_index(path, self._tensors)
+            stored.update(_read_header(file))
+        _check_index(path, stored)
+        self._tensors = _by_canonical_name(path, self._config.architecture, stored)
         if self._config.tie_word_embeddings:
             # A stored copy of a tied head is legal and redundant.
             self._tensors.pop("lm_head.weight", None)
@@ -67,7 +70,7 @@ class SafetensorsSource:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def stored_name(self, name: str) -> str:
-        return name
+        return self._tensors[name].name if name in self._tensors else name
 
     def quantization(self, name: str) -> str | None:
         return None
@@ -76,12 +79,22 @@ class SafetensorsSource:
         raise CheckpointError(f'{self._path}: tensor "{name}" is not quantised')
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        file = self._tensors[name].file
+        stored = self._tensors[name]
         try:
-            with safe_open(file, framework="pt") as opened:
-                destination.copy_(opened.get_tensor(name))
+            with safe_open(stored.file, framework="pt") as opened:
+                destination.copy_(opened.get_tensor(stored.name))
         except SafetensorError as error:
-            raise CheckpointError(f'{file}: tensor "{name}" cannot be read: {error}') from error
+            raise CheckpointError(f'{stored.file}: tensor "{stored.name}" cannot be read: {error}') from error
+
+
+def _by_canonical_name(path: Path, architecture: str, stored: Mapping[str, _StoredTensor]) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for tensor in stored.values():
+        name = canonical_name(architecture, tensor.name)
+        if name in tensors:
+            raise CheckpointError(f'{path}: tensors "{tensors[name].name}" and "{tensor.name}" are the same one')
+        tensors[name] = tensor
+    return tensors
 
 
 def _find_files(path: Path) -> tuple[Path, ...]:
@@ -158,4 +171,4 @@ def _checked_tensor(file: Path, name: str, entry: object, num_data_bytes: int) -
             f'{file}: tensor "{name}" of shape {list(shape)} ends at data byte {end}, the file has {num_data_bytes}: '
             "it is cut short or corrupt"
         )
-    return _StoredTensor(file=file, shape=shape)
+    return _StoredTensor(file=file, name=name, shape=shape)

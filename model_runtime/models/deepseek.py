@@ -16,10 +16,8 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
-from model_runtime.layer_configs.experts import ExpertsConfig
-from model_runtime.layers.experts import Experts, Router, expert_shapes
+from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes, latent_of
-from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.rotary import Angles, RotaryTable
 from model_runtime.weights import Shape, TensorSource
 
@@ -32,43 +30,11 @@ def deepseek_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
         prefix = f"model.layers.{layer}."
         shapes |= {prefix + "input_layernorm.weight": (hidden,), prefix + "post_attention_layernorm.weight": (hidden,)}
         shapes |= latent_attention_shapes(prefix + "self_attn.", config)
-        shapes |= _feed_forward_shapes(prefix + "mlp.", layer, config)
+        shapes |= feed_forward_shapes(prefix + "mlp.", layer, config)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
-
-
-def _feed_forward_shapes(prefix: str, layer: int, config: ModelConfig) -> Mapping[str, Shape]:
-    experts, hidden = _experts_of_layer(layer, config), config.hidden_size
-    if experts is None:
-        return gated_mlp_shapes(prefix, hidden, config.intermediate_size)
-    shapes: dict[str, Shape] = {prefix + "gate.weight": (experts.num_experts, hidden)}
-    if experts.has_choice_bias:
-        shapes[prefix + "gate.e_score_correction_bias"] = (experts.num_experts,)
-    shapes |= expert_shapes(prefix + "experts.", hidden, experts)
-    if experts.shared_intermediate_size:
-        shapes |= gated_mlp_shapes(prefix + "shared_experts.", hidden, experts.shared_intermediate_size)
-    return shapes
-
-
-def _experts_of_layer(layer: int, config: ModelConfig) -> ExpertsConfig | None:
-    return config.experts if config.experts is not None and config.experts.is_sparse[layer] else None
-
-
-class DeepseekExperts:
-    """Routed experts beside one that all tokens go through."""
-
-    def __init__(self, prefix: str, builder: LayerBuilder, config: ExpertsConfig) -> None:
-        bias_name = prefix + "gate.e_score_correction_bias" if config.has_choice_bias else None
-        self._router = Router(prefix + "gate.weight", bias_name, builder, config)
-        self._experts = Experts(prefix + "experts.", builder, config)
-        is_shared = config.shared_intermediate_size > 0
-        self._shared = GatedMlp(prefix + "shared_experts.", builder) if is_shared else None
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        routed = self._experts(hidden, *self._router(hidden))  # [T, hidden]
-        return routed if self._shared is None else routed.add_(self._shared(hidden))
 
 
 class DeepseekLayer:
@@ -79,12 +45,7 @@ class DeepseekLayer:
         self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._feed_forward_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
         self.attention = LatentAttention(layer, prefix + "self_attn.", builder)
-        experts = _experts_of_layer(layer, builder.config)
-        self._feed_forward = (
-            GatedMlp(prefix + "mlp.", builder)
-            if experts is None
-            else DeepseekExperts(prefix + "mlp.", builder, experts)
-        )
+        self._feed_forward = build_feed_forward(prefix + "mlp.", layer, builder)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]

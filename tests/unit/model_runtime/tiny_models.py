@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from transformers import PreTrainedModel
-from unit.model_runtime import tiny_bamba, tiny_deepseek, tiny_qwen3_next
+from unit.model_runtime import tiny_bamba, tiny_deepseek, tiny_kimi_linear, tiny_qwen3_next
 
 TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
     {
+        "kimi": tiny_kimi_linear.make_reference,
         "mamba": tiny_bamba.make_reference,
         "deepseek_v2": tiny_deepseek.make_v2,
         "deepseek_v3": tiny_deepseek.make_v3,
