@@ -12,6 +12,7 @@ from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layer_configs.experts import ExpertsConfig
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
 from model_runtime.layer_configs.mamba2 import Mamba2Config
+from model_runtime.layer_configs.sparse_index import SparseIndexConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class ModelConfig:
     sliding: SlidingLayers | None = None
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
+    sparse_index: SparseIndexConfig | None = None
     mamba2: Mamba2Config | None = None
     delta_net: DeltaNetConfig | None = None
     eos_token_ids: tuple[int, ...] = ()

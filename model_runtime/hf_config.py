@@ -13,7 +13,7 @@ from types import MappingProxyType
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
 from model_runtime.hf_configs.bamba import read_bamba
-from model_runtime.hf_configs.deepseek import read_deepseek_v2, read_deepseek_v3
+from model_runtime.hf_configs.deepseek import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
 from model_runtime.hf_configs.gemma3 import read_gemma3
 from model_runtime.hf_configs.kimi_linear import read_kimi_linear
 from model_runtime.hf_configs.llama import read_llama
@@ -45,6 +45,7 @@ _READERS: Mapping[str, Callable[[Path, JsonKeys], ModelConfig]] = MappingProxyTy
         "Gemma3ForCausalLM": read_gemma3,
         "DeepseekV2ForCausalLM": read_deepseek_v2,
         "DeepseekV3ForCausalLM": read_deepseek_v3,
+        "DeepseekV32ForCausalLM": read_deepseek_v32,
         "BambaForCausalLM": read_bamba,
         "KimiLinearForCausalLM": read_kimi_linear,
         "Qwen3NextForCausalLM": read_qwen3_next,

@@ -10,7 +10,7 @@ import torch
 
 from cache_runtime.kernel_page_sizes import CPU_PAGED
 from model_runtime.errors import CheckpointError, UnsupportedDtypeError
-from model_runtime.families import bamba, deepseek, gemma3, kimi_linear, llama, qwen3_next
+from model_runtime.families import bamba, deepseek, deepseek_sparse, gemma3, kimi_linear, llama, qwen3_next
 from model_runtime.family import ModelFamily
 from model_runtime.kernels import _native
 from model_runtime.kernels.interface import Kernels
@@ -49,6 +49,7 @@ _FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "Gemma3ForCausalLM": gemma3.FAMILY,
         "DeepseekV2ForCausalLM": deepseek.FAMILY,
         "DeepseekV3ForCausalLM": deepseek.FAMILY,
+        "DeepseekV32ForCausalLM": deepseek_sparse.FAMILY,
         "BambaForCausalLM": bamba.FAMILY,
         "KimiLinearForCausalLM": kimi_linear.FAMILY,
         "Qwen3NextForCausalLM": qwen3_next.FAMILY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_runtime.arena import CacheArena
+from cache_runtime.pools.index_pool import IndexPool
 from cache_runtime.pools.kv_pool import KvPool
 from cache_runtime.pools.latent_pool import LatentPool
 from cache_runtime.pools.state_pool import StatePool
@@ -17,6 +18,7 @@ class CachePools:
 
     kv: KvPool
     latent: LatentPool
+    index: IndexPool
     state: StatePool
 
     @classmethod
@@ -25,6 +27,7 @@ class CachePools:
         return cls(
             kv=KvPool(arena, _layers_with(arena, "k")),
             latent=LatentPool(arena, _layers_with(arena, "latent")),
+            index=IndexPool(arena, _layers_with(arena, "index_key")),
             state=StatePool(arena, _layers_with(arena, "recurrent_state")),
         )
 

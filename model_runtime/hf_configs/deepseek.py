@@ -1,7 +1,8 @@
-"""config.json of DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
+"""config.json of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM and DeepseekV32ForCausalLM."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from model_runtime.config import ModelConfig, YarnRopeScaling
@@ -9,6 +10,7 @@ from model_runtime.hf_configs.rope import DEFAULT_ROPE_THETA, rope_theta, yarn_a
 from model_runtime.hf_keys import JsonKeys, eos_token_ids
 from model_runtime.layer_configs.experts import ExpertsConfig, ExpertScore, GroupScore
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
+from model_runtime.layer_configs.sparse_index import SparseIndexConfig
 
 
 def read_deepseek_v2(directory: Path, keys: JsonKeys) -> ModelConfig:
@@ -28,6 +30,21 @@ def read_deepseek_v3(directory: Path, keys: JsonKeys) -> ModelConfig:
     )
     is_interleaved = keys.flag("rope_interleave", default=True)
     return _read(directory, keys, "DeepseekV3ForCausalLM", experts, is_interleaved=is_interleaved)
+
+
+def read_deepseek_v32(directory: Path, keys: JsonKeys) -> ModelConfig:
+    """Raises CheckpointError naming the key, ValueError for values that contradict each other."""
+    keys.integer("q_lora_rank")  # the indexer's queries are made of it
+    index = SparseIndexConfig(
+        num_heads=keys.integer("index_n_heads"),
+        head_dim=keys.integer("index_head_dim"),
+        num_selected=keys.integer("index_topk"),
+    )
+    rope_head_dim = keys.integer("qk_rope_head_dim")
+    if index.head_dim < rope_head_dim:
+        raise ValueError(f"index_head_dim {index.head_dim} is less than the {rope_head_dim} dimensions that turn")
+    config = read_deepseek_v3(directory, keys)
+    return replace(config, architecture="DeepseekV32ForCausalLM", sparse_index=index)
 
 
 def _read(

@@ -40,6 +40,16 @@ class CpuKernels:
     def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
     def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None: ...
     def rotate(self, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, output: torch.Tensor) -> None: ...
+    def select_rows(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        key_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        begins: torch.Tensor,
+        lengths: torch.Tensor,
+        selected: torch.Tensor,
+    ) -> None: ...
     def causal_conv(
         self,
         input: torch.Tensor,

@@ -97,6 +97,26 @@ class Kernels(Protocol):
         holds. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each other.
         """
 
+    def select_rows(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        key_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        begins: torch.Tensor,
+        lengths: torch.Tensor,
+        selected: torch.Tensor,
+    ) -> None:
+        """Writes for every token the positions up to its own that its index heads find worth most.
+
+        A position is worth the sum over heads of weight * max(0, query . key). `query`: float32[num_tokens, num_heads,
+        head_dim]; `weights`: float32[num_tokens, num_heads]; `key_pages`: float32[num_pages, kernel_page_size,
+        head_dim], already holding the batch's own rows; tables, begins and lengths as in `attend`. `selected`:
+        int32[num_tokens, num_selected], ascending, -1 behind the last where a token sees fewer; of equals the earlier
+        one is chosen. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each
+        other. Source: DeepSeek-AI 2025, "DeepSeek-V3.2".
+        """
+
     def causal_conv(
         self,
         input: torch.Tensor,

@@ -110,6 +110,27 @@ class ReferenceKernels:
                 window_left_tokens,
             )
 
+    def select_rows(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        key_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        begins: torch.Tensor,
+        lengths: torch.Tensor,
+        selected: torch.Tensor,
+    ) -> None:
+        selected.fill_(-1)
+        token = 0
+        for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            keys = key_pages[page_table[row].long()].flatten(0, 1).double()  # [positions, head_dim]
+            for position in range(begin, begin + length):
+                found = torch.relu(query[token].double() @ keys[: position + 1].T)  # [num_heads, positions]
+                worth = weights[token].double() @ found
+                best = torch.sort(worth, descending=True, stable=True).indices[: selected.shape[1]]
+                selected[token, : best.shape[0]] = best.sort().values.int()
+                token += 1
+
     def causal_conv(
         self,
         input: torch.Tensor,

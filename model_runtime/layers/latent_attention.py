@@ -19,6 +19,7 @@ from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, rotate
+from model_runtime.layers.sparse_index import SparseIndex
 from model_runtime.weights import Shape
 
 _LATENT_NORM_EPS = 1e-6  # of the compressed rows and queries, whatever the model's other norms have
@@ -55,10 +56,14 @@ def latent_attention_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Sh
 
 
 class LatentAttention:
-    """Projections, rotation and attention of one layer, the tensors named `{prefix}kv_b_proj.weight` and so on."""
+    """Projections, rotation and attention of one layer, the tensors named `{prefix}kv_b_proj.weight` and so on.
 
-    def __init__(self, layer: int, prefix: str, builder: LayerBuilder) -> None:
+    With an `index` a token attends to the rows that it chooses.
+    """
+
+    def __init__(self, layer: int, prefix: str, builder: LayerBuilder, index: SparseIndex | None = None) -> None:
         config, latent = builder.config, latent_of(builder.config)
+        self._index = index
         self._latent, self._num_heads, self._kernels = latent, config.num_heads, builder.kernels
         self._scale = latent.query_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self._compress_query = None if latent.query_rank is None else builder.linear(prefix + "q_a_proj.weight")
@@ -77,8 +82,13 @@ class LatentAttention:
     def __call__(self, hidden: torch.Tensor, angles: Angles | None, context: ForwardContext) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `angles` None: nothing turns."""
         self._store(hidden, angles, context)
-        query = self._query(self._compressed_query(hidden)).view(hidden.shape[0], self._num_heads, -1)
-        attended = self._attend(self._absorbed(query, angles), context)  # [T, num_heads, row_width]
+        compressed = self._compressed_query(hidden)
+        absorbed = self._absorbed(self._query(compressed).view(hidden.shape[0], self._num_heads, -1), angles)
+        if self._index is None or angles is None:
+            attended = self._attend(absorbed, context)  # [T, num_heads, row_width]
+        else:
+            selected = self._index.select(hidden, compressed, angles, context)  # [T, num_selected]
+            attended = self._attend_to(selected, absorbed, context)
         values = self._expand.to_values(attended)  # [T, num_heads, value_head_dim]
         return self._output(values.flatten(1))  # [T, hidden]
 
@@ -95,6 +105,8 @@ class LatentAttention:
         rows = torch.cat((self._row_norm(rows[:, :rank]), turned), dim=1)
         layer, group_id = self.declaration.layer, self.declaration.group_id
         context.pools.latent.rows(layer).index_copy_(0, context.routed.write_locations(group_id), rows)
+        if self._index is not None and angles is not None:
+            self._index.store(hidden, angles, context)
         context.on_stored(layer)
 
     def _absorbed(self, query: torch.Tensor, angles: Angles | None) -> torch.Tensor:
@@ -121,6 +133,34 @@ class LatentAttention:
             self._scale,
         )
         return output
+
+    def _attend_to(self, selected: torch.Tensor, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Attention to chosen positions: for the kernel every token is a row of its own, its pages single rows."""
+        layer, group_id = self.declaration.layer, self.declaration.group_id
+        rows = context.pools.latent.rows(layer).view(-1, 1, 1, self._latent.row_width)
+        num_chosen = (selected >= 0).sum(1, dtype=torch.int32)
+        output = torch.empty_like(query)
+        context.kernels.attend(
+            query,
+            rows,
+            rows,
+            _rows_of(selected, context, group_id),
+            num_chosen - 1,
+            torch.ones_like(num_chosen),
+            output,
+            self._scale,
+        )
+        return output
+
+
+def _rows_of(selected: torch.Tensor, context: ForwardContext, group_id: str) -> torch.Tensor:
+    """int32[T, num_selected] rows of the group's flattened buffers, 0 (in the null block) where nothing is selected."""
+    page_tokens = context.routed.kernel_page_size(group_id)
+    batch_rows = torch.repeat_interleave(torch.arange(context.batch.lengths.shape[0]), context.batch.lengths)
+    tables = context.routed.page_table(group_id)[batch_rows]  # [T, max_pages]
+    positions = selected.clamp(min=0)
+    pages = tables.gather(1, (positions // page_tokens).long())
+    return torch.where(selected >= 0, pages * page_tokens + positions % page_tokens, 0).int()
 
 
 class _Expansion:

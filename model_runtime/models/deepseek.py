@@ -1,7 +1,9 @@
-"""The DeepSeek V2 and V3 families: latent attention, and experts behind the first dense layers.
+"""The DeepSeek V2, V3 and V3.2 families: latent attention, and experts behind the first dense layers.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3"; tensor names and numerics of transformers'
-DeepseekV2ForCausalLM and DeepseekV3ForCausalLM. T is tokens of the forward, L rows that want logits.
+In V3.2 an indexer chooses the rows that a token attends to.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3", 2025, "DeepSeek-V3.2"; tensor names and numerics of
+transformers' DeepseekV2ForCausalLM and its successors. T is tokens of the forward, L rows that want logits.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes, latent_of
 from model_runtime.layers.rotary import Angles, RotaryTable
+from model_runtime.layers.sparse_index import SparseIndex, sparse_index_shapes
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -30,11 +33,19 @@ def deepseek_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
         prefix = f"model.layers.{layer}."
         shapes |= {prefix + "input_layernorm.weight": (hidden,), prefix + "post_attention_layernorm.weight": (hidden,)}
         shapes |= latent_attention_shapes(prefix + "self_attn.", config)
+        shapes |= _index_shapes(prefix + "self_attn.indexer.", config)
         shapes |= feed_forward_shapes(prefix + "mlp.", layer, config)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _index_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Shape]:
+    query_rank = latent_of(config).query_rank
+    if config.sparse_index is None or query_rank is None:
+        return {}
+    return sparse_index_shapes(prefix, query_rank, config)
 
 
 class DeepseekLayer:
@@ -44,11 +55,19 @@ class DeepseekLayer:
         prefix = f"model.layers.{layer}."
         self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._feed_forward_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
-        self.attention = LatentAttention(layer, prefix + "self_attn.", builder)
+        has_index = builder.config.sparse_index is not None
+        self._index = SparseIndex(layer, prefix + "self_attn.indexer.", builder) if has_index else None
+        self._attention = LatentAttention(layer, prefix + "self_attn.", builder, self._index)
         self._feed_forward = build_feed_forward(prefix + "mlp.", layer, builder)
 
+    @property
+    def declarations(self) -> tuple[PagedAttention, ...]:
+        """Of the rows, and of the index keys if there are any."""
+        of_rows = self._attention.declaration
+        return (of_rows,) if self._index is None else (of_rows, self._index.declaration)
+
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
+        hidden = self._attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
         return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
 
 
@@ -67,7 +86,7 @@ class DeepseekModel:
 
     @property
     def cache_layers(self) -> tuple[PagedAttention, ...]:
-        return tuple(layer.attention.declaration for layer in self._layers)
+        return tuple(declaration for layer in self._layers for declaration in layer.declarations)
 
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""

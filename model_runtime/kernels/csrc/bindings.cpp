@@ -303,5 +303,6 @@ NB_MODULE(_native, module) {
            "sines"_a.noconvert(), "output"_a.noconvert(),
            "input, output float32[rows, num_heads * head_dim]; cosines, sines float32[rows, head_dim / 2].");
   pdmesh::kernels::bind_states(kernels);
+  pdmesh::kernels::bind_selection(kernels);
   module.def("instruction_sets", &pdmesh::kernels::instruction_sets, "What this CPU can run, best first.");
 }

@@ -47,5 +47,6 @@ bool has_stride(const Array& array, std::size_t axis, std::int64_t stride) {
 }
 
 void bind_states(nanobind::class_<CpuKernels>& kernels);
+void bind_selection(nanobind::class_<CpuKernels>& kernels);
 
 }  // namespace pdmesh::kernels

@@ -9,6 +9,7 @@
 #include "elementwise_core.h"
 #include "linear_core.h"
 #include "recurrence_core.h"
+#include "selection_core.h"
 
 namespace pdmesh::kernels {
 
@@ -22,6 +23,7 @@ struct InstructionSet {
   RotateCore rotate;
   RecurrenceCore recurrence;
   ConvCore conv;
+  SelectionCore selection;
 };
 
 // What this CPU can run, best first; never empty.

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    PreTrainedModel,
+)
 from unit.model_runtime.reference_models import vary_norms
 
 VOCAB_SIZE = 131
+NUM_SELECTED = 11
 SHAPE: dict[str, object] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -47,11 +56,30 @@ def make_v3(**changes: object) -> DeepseekV3ForCausalLM:
     shape = SHAPE | {"q_lora_rank": 28, "n_shared_experts": 1, "rope_parameters": YARN} | changes
     reference = DeepseekV3ForCausalLM(DeepseekV3Config(**shape)).eval()
     vary_norms(reference, 0.5, 1.5)
+    _vary_choice_biases(reference)
+    return reference
+
+
+def make_sparse(**changes: object) -> DeepseekV32ForCausalLM:
+    """V3.2: a token attends to eleven rows. Many index heads, so that few rows are worth the same."""
+    torch.manual_seed(7)
+    index = {"index_n_heads": 32, "index_head_dim": 20, "index_topk": NUM_SELECTED}
+    shape = SHAPE | {"q_lora_rank": 28, "n_shared_experts": 1, "rope_parameters": YARN} | index | changes
+    reference = DeepseekV32ForCausalLM(DeepseekV32Config(**shape)).eval()
+    vary_norms(reference, 0.5, 1.5)
+    _vary_choice_biases(reference)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name.endswith("k_norm.bias"):
+                parameter.uniform_(-0.5, 0.5)  # zeros would hide a norm that ignores them
+    return reference
+
+
+def _vary_choice_biases(reference: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)  # zeros would hide a choice that ignores them
-    return reference
 
 
 def make_v2(**changes: object) -> DeepseekV2ForCausalLM:

@@ -14,6 +14,7 @@ TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
         "mamba": tiny_bamba.make_reference,
         "deepseek_v2": tiny_deepseek.make_v2,
         "deepseek_v3": tiny_deepseek.make_v3,
+        "dsa": tiny_deepseek.make_sparse,
         "qwen3_next": tiny_qwen3_next.make_reference,
     }
 )
