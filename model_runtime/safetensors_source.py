@@ -28,6 +28,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _HEADER_LENGTH_BYTES = 8
 _DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # buffers that old checkpoints carry and nobody needs
+_AHEAD_PREFIX = "mtp."  # layers that guess further tokens and take no part in the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def _check_index(path: Path, tensors: Mapping[str, _StoredTensor]) -> None:
     if not (path / _INDEX_FILE).is_file():
         return
     for name, file_name in _read_index(path).items():
-        if name not in tensors and not name.endswith(_COMPUTED_SUFFIX):
+        if name not in tensors and not _is_needless(name):
             raise CheckpointError(f'{path}: tensor "{name}" should be in {file_name}, which does not hold it')
 
 
@@ -146,8 +147,12 @@ def _read_header(file: Path) -> dict[str, _StoredTensor]:
     return {
         name: _checked_tensor(file, name, entry, num_file_bytes - data_begin_bytes)
         for name, entry in header.items()
-        if name != "__metadata__" and not name.endswith(_COMPUTED_SUFFIX)
+        if name != "__metadata__" and not _is_needless(name)
     }
+
+
+def _is_needless(name: str) -> bool:
+    return name.endswith(_COMPUTED_SUFFIX) or name.startswith(_AHEAD_PREFIX)
 
 
 def _checked_tensor(file: Path, name: str, entry: object, num_data_bytes: int) -> _StoredTensor:
