@@ -137,7 +137,7 @@ class Kernels(Protocol):
         position, oldest first. Block arrays and `lengths`: int32[num_rows] as in StateBlocks: a row continues from its
         input block (-1: from zeros), leaves the state after `checkpoint_lengths` tokens in its checkpoint block (-1:
         nowhere) and the last one in its output block, which may be its input. Raises ValueError, before anything is
-        written, when shapes, lengths or block ids contradict each other.
+        written, when shapes, lengths or block ids contradict each other, or a row writes another row's block.
         """
 
     def gated_delta_rule(

@@ -1,7 +1,10 @@
 #include "state_rows.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace pdmesh::kernels {
 namespace {
@@ -12,6 +15,34 @@ void require(bool holds, const std::string& message) {
 
 std::string of_row(std::int64_t row) {
   return " of row " + std::to_string(row);
+}
+
+using BlockOfRow = std::pair<std::int32_t, std::int64_t>;
+
+std::vector<BlockOfRow> written_blocks(const StateRows& rows) {
+  std::vector<BlockOfRow> written;
+  for (std::int64_t row = 0; row < rows.num_rows; ++row) {
+    written.emplace_back(rows.output_blocks[row], row);
+    if (rows.checkpoint_blocks[row] != kNoBlock) written.emplace_back(rows.checkpoint_blocks[row], row);
+  }
+  std::sort(written.begin(), written.end());
+  return written;
+}
+
+// Rows run at the same time: what one writes must be nobody else's.
+void require_no_sharing(const StateRows& rows) {
+  const std::vector<BlockOfRow> written = written_blocks(rows);
+  for (std::size_t i = 1; i < written.size(); ++i) {
+    require(written[i].first != written[i - 1].first, "block " + std::to_string(written[i].first) +
+                                                          " is written twice, the second time" +
+                                                          of_row(written[i].second));
+  }
+  for (std::int64_t row = 0; row < rows.num_rows; ++row) {
+    const std::int32_t block = rows.input_blocks[row];
+    const auto use = std::lower_bound(written.begin(), written.end(), BlockOfRow{block, 0});
+    require(use == written.end() || use->first != block || use->second == row,
+            "input block " + std::to_string(block) + of_row(row) + " is written by another row");
+  }
 }
 
 }  // namespace
@@ -37,6 +68,7 @@ void StateRows::validate() const {
   }
   require(sum == num_tokens, "lengths sum to " + std::to_string(sum) + ", the tensors hold " +
                                  std::to_string(num_tokens) + " tokens");
+  require_no_sharing(*this);
 }
 
 }  // namespace pdmesh::kernels

@@ -21,7 +21,8 @@ struct StateRows {
   std::int64_t num_tokens = 0;  // of all rows
   std::int64_t num_blocks = 0;  // block 0, the null block, is nobody's state
 
-  // Throws std::invalid_argument naming the value; nothing has been read or written then.
+  // Throws std::invalid_argument naming the value; nothing has been read or written then. Also for a block
+  // that one row writes and another reads or writes: the result would depend on who is faster.
   void validate() const;
 };
 

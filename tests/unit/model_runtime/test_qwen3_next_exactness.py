@@ -123,8 +123,11 @@ def test_the_cache_holds_rows_of_attention_layers_and_two_states_of_recurrent_on
         ({"hidden_act": "gelu"}, "key \"hidden_act\" is 'gelu', supported is 'silu'"),
         ({"quantization_config": {}}, 'key "quantization_config" is {}, supported is None'),
         ({"rope_parameters": {"rope_type": "yarn"}}, 'rope type "yarn" is not supported'),
-        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, r"rotary_dim must be even and in \[2, 16\], got 3"),
-        ({"rope_parameters": {"partial_rotary_factor": 2.0}}, r"rotary_dim must be even and in \[2, 16\], got 32"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, r"rotary_dim must be even and within head_dim 16, got 3"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 2.0}},
+            r"rotary_dim must be even and within head_dim 16, got 32",
+        ),
         ({"layer_types": ["sliding_attention"] * 5}, 'key "layer_types" names "sliding_attention"'),
         ({"layer_types": ["linear_attention"] * 5}, "must name layers of both kinds, names 5 recurrent ones of 5"),
         ({"layer_types": ["full_attention"] * 5}, "must name layers of both kinds, names 0 recurrent ones of 5"),

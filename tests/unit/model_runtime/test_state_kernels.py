@@ -271,6 +271,41 @@ def test_rows_that_contradict_the_tensors_are_refused_before_anything_is_written
     assert torch.equal(states, problem.states)
 
 
+TWO = Span(num_tokens=4, input_block=3, output_block=4)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([ONE, replace(TWO, output_block=2)], "block 2 is written twice, the second time of row 1"),
+        ([ONE, replace(TWO, checkpoint_block=2, checkpoint_length=1)], "block 2 is written twice"),
+        ([replace(ONE, checkpoint_block=2, checkpoint_length=1), TWO], "block 2 is written twice"),
+        ([ONE, replace(TWO, input_block=2)], "input block 2 of row 1 is written by another row"),
+        (
+            [replace(ONE, input_block=5), replace(TWO, checkpoint_block=5, checkpoint_length=1)],
+            "input block 5 of row 0",
+        ),
+    ],
+)
+def test_rows_that_would_race_for_a_block_are_refused_before_anything_is_written(
+    make_problem: Callable[[int], Problem], spans: list[Span], message: str
+) -> None:
+    problem = make_problem(8)
+    states = problem.states.clone()
+    with pytest.raises(ValueError, match=message):
+        problem.run(_native.CpuKernels(1), spans, states)
+    assert torch.equal(states, problem.states)
+
+
+def test_rows_may_continue_from_one_snapshot(make_problem: Callable[[int], Problem]) -> None:
+    """As prompts do that share a prefix."""
+    problem = make_problem(8)
+    halves = {name: torch.cat((tensor[:4], tensor[:4])) for name, tensor in problem.inputs.items()}
+    twice = replace(problem, inputs=halves)
+    output = twice.run(_native.CpuKernels(1), [ONE, replace(TWO, input_block=1)])
+    assert torch.equal(output[:4], output[4:])
+
+
 @pytest.mark.parametrize(
     ("problem", "changes", "message"),
     [
