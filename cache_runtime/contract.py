@@ -68,7 +68,7 @@ class CacheRuntimeContract:
 
 def _publish(group: CacheGroupLayout, plan: CacheMemoryPlan) -> CacheGroupContract:
     packing = group.cache_blocks_per_lcm_block
-    virtual_packing = packing * group.spec.shard_count
+    virtual_packing = group.virtual_blocks_per_lcm_block
     return CacheGroupContract(
         spec=group.spec,
         packing=packing,

@@ -40,10 +40,7 @@ class CapacityModel:
                 num_lcm_blocks=0,
                 max_batch_size=limits.max_batch_size,
                 token_budget=limits.token_budget,
-                cache_groups=[
-                    _fold(group.spec, group.cache_blocks_per_lcm_block * group.spec.shard_count)
-                    for group in layout.groups
-                ],
+                cache_groups=[_fold(group.spec, group.virtual_blocks_per_lcm_block) for group in layout.groups],
                 enable_prefix_cache=limits.enable_prefix_cache,
             )
         )

@@ -16,6 +16,9 @@ from cache_runtime.mapping.batch_metadata import Int32Array
 DUMMY_PAGE_ID = 0
 """Page that holes and padding point to: the first page of the null block."""
 
+ABSENT_PAGE_ID = -1
+"""Page of a sharded group that is not on this rank."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupGeometry:
@@ -78,3 +81,11 @@ def expand_block_table(block_table: Int32Array, pages_per_block: int, block_stri
     # The null block and padding expand to ids below the first page of block 1.
     pages[pages < block_stride_pages] = DUMMY_PAGE_ID
     return pages
+
+
+def mark_absent_pages(pages: Int32Array) -> Int32Array:
+    """The same table with ABSENT_PAGE_ID for what `expand_block_table` left to the dummy page.
+
+    For groups whose blocks may lie elsewhere: the dummy page would be read as rows of the sequence.
+    """
+    return np.where(pages == DUMMY_PAGE_ID, np.int32(ABSENT_PAGE_ID), pages)

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cache_runtime.contract import CacheGroupContract, CacheRuntimeContract
 from cache_runtime.device import CpuDevice, Device
 from cache_runtime.errors import BatchContractError, CacheConfigError, UnknownGroupError
-from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
-from cache_runtime.mapping.group_tables import CacheGroupGeometry, expand_block_table
+from cache_runtime.mapping.batch_metadata import CacheBatchMetadata, Int32Array
+from cache_runtime.mapping.block_placement import BlockPlacement, place_blocks
+from cache_runtime.mapping.group_tables import CacheGroupGeometry, expand_block_table, mark_absent_pages
+from cache_runtime.mapping.page_table import SKIP_LOCATION
 from cache_runtime.mapping.state_blocks import resolve_state_blocks
-from cache_runtime.mapping.write_locations import span_write_locations
+from cache_runtime.mapping.write_locations import fail_closed_write_locations, span_write_locations
 from cache_runtime.recipes.spec import CacheFamily
 
 
@@ -29,6 +32,7 @@ class RoutedGroup:
     geometry: CacheGroupGeometry
     page_table: torch.Tensor
     write_locations: torch.Tensor
+    held_tokens: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,12 +58,25 @@ class RoutedBatch:
         self._states = states
 
     def page_table(self, group_id: str) -> torch.Tensor:
-        """int32[num_rows, max_pages] page ids, 0 (the dummy page) for holes and padding. Raises UnknownGroupError."""
+        """int32[num_rows, max_pages] page ids, 0 (the dummy page) for holes and padding. Raises UnknownGroupError.
+
+        Of a sharded group -1 (absent) for these and for pages of blocks that other ranks hold.
+        """
         return self._group(group_id).page_table
 
     def write_locations(self, group_id: str) -> torch.Tensor:
-        """int64[num_tokens] row indices into the group's flattened row buffers. Raises UnknownGroupError."""
+        """int64[num_tokens] row indices into the group's flattened row buffers. Raises UnknownGroupError.
+
+        Of a sharded group SKIP_LOCATION for tokens whose rows other ranks hold.
+        """
         return self._group(group_id).write_locations
+
+    def held_tokens(self, group_id: str) -> torch.Tensor | None:
+        """int64[n], ascending: the forward's tokens whose rows this rank holds; None: the group is not sharded.
+
+        Raises UnknownGroupError.
+        """
+        return self._group(group_id).held_tokens
 
     def kernel_page_size(self, group_id: str) -> int:
         """Tokens per page of the group's page table. Raises UnknownGroupError."""
@@ -82,14 +99,23 @@ class RoutedBatch:
 class CacheGroupRouter:
     """Routes the history groups named in `kernel_page_sizes`, and every state group; others ride through untouched.
 
-    Raises UnknownGroupError for a group the contract lacks, CacheConfigError for a page size that does not divide its
-    block, a group without rows, or a sharded group, whose virtual ids this router does not translate.
+    `placements` say which blocks are here, None that nobody else has any. Raises UnknownGroupError for a group the
+    contract lacks, CacheConfigError for a page size that does not divide its block, a group without rows, or a sharded
+    group that is not shared with anybody.
     """
 
     def __init__(
-        self, contract: CacheRuntimeContract, kernel_page_sizes: Mapping[str, int], device: Device | None = None
+        self,
+        contract: CacheRuntimeContract,
+        kernel_page_sizes: Mapping[str, int],
+        device: Device | None = None,
+        *,
+        placements: Mapping[str, BlockPlacement] | None = None,
     ) -> None:
         self._contract = contract
+        self._placements = (
+            place_blocks(contract, context_rank=0, num_context_ranks=1) if placements is None else placements
+        )
         self._device: Device = CpuDevice() if device is None else device
         self._geometries = tuple(
             _learn_geometry(contract, group_id, kernel_page_size)
@@ -110,13 +136,28 @@ class CacheGroupRouter:
         )
 
     def _route_group(self, geometry: CacheGroupGeometry, metadata: CacheBatchMetadata) -> RoutedGroup:
-        table = metadata.block_tables[geometry.group_id]
-        locations = span_write_locations(table, metadata.begins, metadata.input_lengths, geometry)
+        placement = self._placements[geometry.group_id]
+        table = placement.physical_table(metadata.block_tables[geometry.group_id])
         pages = expand_block_table(table, geometry.pages_per_block, geometry.block_stride_pages)
+        if placement.is_sharded:
+            return self._route_held(geometry, table, mark_absent_pages(pages), metadata)
+        locations = span_write_locations(table, metadata.begins, metadata.input_lengths, geometry)
         return RoutedGroup(
             geometry=geometry,
             page_table=self._device.upload(pages),
             write_locations=self._device.upload(locations),
+            held_tokens=None,
+        )
+
+    def _route_held(
+        self, geometry: CacheGroupGeometry, table: Int32Array, pages: Int32Array, metadata: CacheBatchMetadata
+    ) -> RoutedGroup:
+        locations = fail_closed_write_locations(table, metadata.begins, metadata.input_lengths, geometry)
+        return RoutedGroup(
+            geometry=geometry,
+            page_table=self._device.upload(pages),
+            write_locations=self._device.upload(locations),
+            held_tokens=self._device.upload(np.flatnonzero(locations != SKIP_LOCATION)),
         )
 
     def _route_states(self, group: CacheGroupContract, metadata: CacheBatchMetadata) -> StateBlocks:
@@ -133,6 +174,4 @@ def _learn_geometry(contract: CacheRuntimeContract, group_id: str, kernel_page_s
     group = contract.group(group_id)
     if group.spec.family is not CacheFamily.HISTORY:
         raise CacheConfigError(f'group "{group_id}": a {group.spec.family} group has no pages to route')
-    if group.spec.shard_count != 1:
-        raise CacheConfigError(f'group "{group_id}": shard_count {group.spec.shard_count} is not supported, only 1')
     return CacheGroupGeometry.of(group, kernel_page_size)

@@ -92,6 +92,11 @@ class CacheGroupLayout:
         return sum(field.block_bytes for field in self.fields)
 
     @property
+    def virtual_blocks_per_lcm_block(self) -> int:
+        """Blocks of one parent on all context ranks together; what the scheduler counts."""
+        return self.cache_blocks_per_lcm_block * self.spec.shard_count
+
+    @property
     def payload_bytes_per_lcm_block(self) -> int:
         """Bytes of a parent that this group fills, padding excluded."""
         return self.cache_blocks_per_lcm_block * self.block_bytes
@@ -172,14 +177,15 @@ class CacheLayout:
         """Parents that hold a single prefix grain in every group."""
         grain = self.prefix_granularity
         return sum(
-            math.ceil(grain // group.spec.block_granularity / group.cache_blocks_per_lcm_block) for group in self.groups
+            math.ceil(grain // group.spec.block_granularity / group.virtual_blocks_per_lcm_block)
+            for group in self.groups
         )
 
     def token_capacity(self, num_lcm_blocks: int) -> int:
         """Tokens that `num_lcm_blocks` parents hold in all full-history groups at once, in whole prefix grains."""
         parents_per_token = sum(
             (
-                Fraction(1, group.spec.block_granularity * group.cache_blocks_per_lcm_block)
+                Fraction(1, group.spec.block_granularity * group.virtual_blocks_per_lcm_block)
                 for group in self._full_history_groups()
             ),
             start=Fraction(0),

@@ -54,7 +54,9 @@ def key_value_fields(num_kv_heads: int, head_dim: int) -> tuple[RowField, ...]:
 class RowsCacheRecipe(CacheRecipe):
     """Every layer deposits `row_fields` of `dtype`.
 
-    `block_granularity` is in tokens and defaults to one block per prefix grain. Raises CacheConfigError naming the
+    `block_granularity` is in tokens and defaults to one block per prefix grain. The blocks of groups that keep all rows
+    are spread over `shard_count` context ranks, each with an arena of `memory_bytes`; other groups are on every rank.
+    Raises CacheConfigError naming the
     field and its value.
     """
 
@@ -62,6 +64,7 @@ class RowsCacheRecipe(CacheRecipe):
     row_fields: tuple[RowField, ...]
     dtype: str
     block_granularity: int | None = None
+    shard_count: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -70,6 +73,7 @@ class RowsCacheRecipe(CacheRecipe):
             ("num_layers", self.num_layers),
             ("row_fields", len(self.row_fields)),
             ("block_granularity", self.rows_per_block),
+            ("shard_count", self.shard_count),
         ):
             if value < 1:
                 raise CacheConfigError(f"{name} must be at least 1, got {value}")
@@ -95,4 +99,5 @@ class RowsCacheRecipe(CacheRecipe):
             rows_per_page=self.rows_per_block,
             entry_stride_tokens=1,
             sliding_window_tokens=sliding_window_tokens,
+            shard_count=1 if sliding else self.shard_count,
         )

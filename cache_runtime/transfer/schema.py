@@ -288,8 +288,12 @@ def build_manifest(
     """The manifest of a node with one rank, whose arena of `plan` starts at address `arena_base`.
 
     `stages` lists the field ids that become complete together, in the order of a forward pass. Raises `ManifestError`
-    when they do not name every field of the plan exactly once.
+    when they do not name every field of the plan exactly once, and for a sharded group, whose block ids are not the
+    arena's.
     """
+    for spec in plan.groups:
+        if spec.shard_count > 1:
+            raise ManifestError(f'group "{spec.group_id}": shard_count must be 1 in a handoff, got {spec.shard_count}')
     logical = LogicalManifest(
         model_fingerprint=model_fingerprint,
         weight_version=weight_version,

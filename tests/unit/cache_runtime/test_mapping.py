@@ -66,12 +66,13 @@ def group(
     )
 
 
-def state() -> CacheGroupContract:
+def state(*, shard_count: int = 1) -> CacheGroupContract:
     spec = CacheGroupSpec(
         group_id="ssm",
         family=CacheFamily.STATE,
         retention=CacheRetention.FULL_HISTORY,
         checkpoint_granularity=8,
+        shard_count=shard_count,
     )
     return CacheGroupContract(
         spec=spec,
@@ -310,7 +311,7 @@ def test_tables_are_passed_on_without_a_copy() -> None:
         ((group("full", 8),), {"other": 8}, UnknownGroupError, '"other" was never published'),
         ((group("full", 8),), {"full": 3}, CacheConfigError, "kernel_page_size 3 must divide block_granularity 8"),
         ((group("full", 8),), {"full": 0}, CacheConfigError, "kernel_page_size 0"),
-        ((group("full", 8, shard_count=2),), {"full": 8}, CacheConfigError, "shard_count 2 is not supported"),
+        ((group("full", 8, shard_count=2),), {"full": 8}, CacheConfigError, "shard_count 2 is neither 1 nor"),
         ((state(),), {"ssm": 8}, CacheConfigError, '"ssm": a state group has no pages'),
         ((group("full", 8, entry_stride_tokens=4),), {"full": 8}, CacheConfigError, "entry_stride_tokens 4 is not"),
     ],

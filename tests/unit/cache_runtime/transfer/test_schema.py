@@ -20,6 +20,7 @@ from unit.cache_runtime.transfer.manifests import (
     with_field,
 )
 
+from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import pack
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
@@ -323,3 +324,25 @@ def test_a_plan_whose_fields_share_planes_describes_itself_and_its_layers_coales
     assert sum(run.length_bytes for run in runs) == 2 * block_bytes
     # Two planes, keys and values of all five layers side by side in each.
     assert len(runs) == 4
+
+
+def test_a_sharded_group_has_no_manifest() -> None:
+    recipe = DenseCacheRecipe(
+        prefix_granularity=16,
+        memory_bytes=1 << 20,
+        num_layers=1,
+        row_fields=key_value_fields(1, 8),
+        dtype="float32",
+        shard_count=2,
+    )
+    setup = recipe.setup()
+    with pytest.raises(ManifestError, match='group "full": shard_count must be 1 in a handoff, got 2'):
+        build_manifest(
+            setup.plan,
+            stages=setup.producer_fields_by_step,
+            model_fingerprint="abc",
+            weight_version="",
+            arena_base=1 << 20,
+            data_plane="memory",
+            endpoint="memory:4",
+        )
