@@ -86,6 +86,7 @@ class Kernels(Protocol):
         output: torch.Tensor,
         scale: float,
         window_left_tokens: int | None = None,
+        log_sum_exp: torch.Tensor | None = None,
     ) -> None:
         """Causal grouped-query attention for every token of the batch, keys and values read through a page table.
 
@@ -94,7 +95,10 @@ class Kernels(Protocol):
         rows. `page_table`: int32[num_rows, max_pages]. `begins`, `lengths`: int32[num_rows]; token t of row r is at
         position begins[r] + t and sees the positions up to its own, of those before it only the last
         `window_left_tokens` unless that is None. What no token sees is not read into any result, whatever its page
-        holds. Raises ValueError, before anything is written, when shapes, lengths or page ids contradict each other.
+        holds. With `log_sum_exp` float32[num_tokens, num_heads] a page may be absent, -1: attention is over the rows
+        of the others, and `log_sum_exp` becomes the logarithm of the sum of their exponentiated scores, -inf (and
+        `output` 0) where a token sees none of them. Raises ValueError, before anything is written, when shapes, lengths
+        or page ids contradict each other.
         """
 
     def select_rows(

@@ -95,6 +95,7 @@ class ReferenceKernels:
         output: torch.Tensor,
         scale: float,
         window_left_tokens: int | None = None,
+        log_sum_exp: torch.Tensor | None = None,
     ) -> None:
         end = 0
         for row, (position, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
@@ -102,13 +103,18 @@ class ReferenceKernels:
             pages = page_table[row].long()
             first_key = 0 if window_left_tokens is None else max(0, position - window_left_tokens)
             seen = slice(first_key, position + length)
-            output[begin:end] = _attend_row(
+            # An absent page, -1, is gathered as the last one; its rows are left out.
+            present = (pages >= 0).repeat_interleave(key_pages.shape[1])[seen]
+            output[begin:end], sums = _attend_row(
                 query[begin:end],
                 key_pages[pages].flatten(0, 1)[seen],
                 value_pages[pages].flatten(0, 1)[seen],
+                present,
                 scale,
                 window_left_tokens,
             )
+            if log_sum_exp is not None:
+                log_sum_exp[begin:end] = sums
 
     def select_rows(
         self,
@@ -199,8 +205,14 @@ def _plain_rows(weight: PackedWeight) -> torch.Tensor:
 
 
 def _attend_row(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window_left_tokens: int | None
-) -> torch.Tensor:
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    present: torch.Tensor,
+    scale: float,
+    window_left_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like query, and float64[tokens, num_heads]; only `present` bool[keys] are attended to."""
     num_tokens, num_keys = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
     keys, values = (rows.double().repeat_interleave(group, dim=1) for rows in (keys, values))
@@ -208,5 +220,8 @@ def _attend_row(
     visible = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(num_keys - num_tokens)
     if window_left_tokens is not None:
         visible = visible.triu(num_keys - num_tokens - window_left_tokens)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    return torch.einsum("htk,khd->thd", weights, values).to(query.dtype)
+    scores = scores.masked_fill(~(visible & present), float("-inf"))
+    # A token that sees nothing has only -inf to weigh, which softmax makes NaN.
+    weights = scores.softmax(dim=-1).masked_fill(~visible.logical_and(present).any(dim=-1)[:, None], 0.0)
+    values = values.masked_fill(~present[:, None, None], 0.0)
+    return torch.einsum("htk,khd->thd", weights, values).to(query.dtype), scores.logsumexp(dim=-1).T

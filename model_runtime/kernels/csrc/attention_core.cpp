@@ -29,10 +29,13 @@ int padded_head_dim(int head_dim) {
 
 // ---- one step of keys ----
 
+// The keys of some positions that follow one another: those on pages that are present, in order.
 struct KeyStep {
   const float* key_rows[kKeysPerStep];
   const float* value_rows[kKeysPerStep];
   int num_keys = 0;
+  int num_positions = 0;
+  int keys_before[kKeysPerStep + 1];  // how many of the keys lie at the first i positions
 };
 
 // What some keys come to for the tile's queries, one entry per (token, head of the group).
@@ -97,20 +100,29 @@ const float* pack_row(const float* from, float* to, int head_dim, int padded) {
 }
 
 // Rows past num_keys repeat the last one, so that whole vectors of keys can be scored without a branch.
-KeyStep find_rows(const AttentionTile& tile, const QueryState& state, int first_key, int num_keys) {
+KeyStep find_rows(const AttentionTile& tile, const QueryState& state, int first_position, int num_positions) {
   KeyStep step;
-  step.num_keys = num_keys;
-  int slot = first_key / tile.page_tokens;
-  int token = first_key % tile.page_tokens;
-  for (int j = 0; j < num_keys; ++j) {
+  step.num_positions = num_positions;
+  int num_keys = 0;
+  int slot = first_position / tile.page_tokens;
+  int token = first_position % tile.page_tokens;
+  for (int j = 0; j < num_positions; ++j) {
     const std::int64_t page = tile.page_table[slot];
-    step.key_rows[j] = tile.key.base + page * tile.key.page_stride + token * tile.key.token_stride;
-    step.value_rows[j] = tile.value.base + page * tile.value.page_stride + token * tile.value.token_stride;
+    step.keys_before[j] = num_keys;
+    if (page != kAbsentPage) {
+      step.key_rows[num_keys] = tile.key.base + page * tile.key.page_stride + token * tile.key.token_stride;
+      step.value_rows[num_keys] =
+          tile.value.base + page * tile.value.page_stride + token * tile.value.token_stride;
+      ++num_keys;
+    }
     if (++token == tile.page_tokens) {
       token = 0;
       ++slot;
     }
   }
+  step.keys_before[num_positions] = num_keys;
+  step.num_keys = num_keys;
+  if (num_keys == 0) return step;
   std::fill(step.key_rows + num_keys, step.key_rows + kKeysPerStep, step.key_rows[num_keys - 1]);
   std::fill(step.value_rows + num_keys, step.value_rows + kKeysPerStep, step.value_rows[num_keys - 1]);
   if (tile.head_dim == state.padded) return step;
@@ -148,7 +160,7 @@ float total(Vec v) {
   return lanes[0];
 }
 
-// The keys of one step that a query sees: [begin, end), not empty.
+// The keys of one step that a query sees: [begin, end). Empty only if what it sees there is on absent pages.
 struct VisibleKeys {
   int begin = 0;
   int end = 0;
@@ -158,6 +170,10 @@ struct VisibleKeys {
 // sum, and scales what the query has gathered so far to the new maximum.
 void weigh_keys(const QueryState& state, int index, const KeyStep& step, VisibleKeys visible,
                 float* weights) {
+  if (visible.begin == visible.end) {
+    std::fill_n(weights, kKeysPerStep, 0.0F);
+    return;
+  }
   Vec best = broadcast(kNegativeInfinity);
   const int first_scored = visible.begin / kLanes * kLanes;
   const int num_scored = (visible.end + kLanes - 1) / kLanes * kLanes;
@@ -232,8 +248,9 @@ void attend_queries(const AttentionTile& tile, const QueryState& state, const Ke
                     int index) {
   const auto visible = [&](int query) {
     const int position = tile.first_position + query / tile.num_group_heads;
-    return VisibleKeys{.begin = std::max(0, position - (tile.window_tokens - 1) - first_key),
-                       .end = std::min(step.num_keys, position + 1 - first_key)};
+    const int begin = std::max(0, position - (tile.window_tokens - 1) - first_key);
+    const int end = std::min(step.num_positions, position + 1 - first_key);
+    return VisibleKeys{.begin = step.keys_before[begin], .end = step.keys_before[end]};
   };
   for (int q = 0; q < kQueries; ++q) {
     weigh_keys(state, index + q, step, visible(index + q), state.weights + q * kKeysPerStep);
@@ -252,16 +269,16 @@ void attend_last_queries(const AttentionTile& tile, const QueryState& state, con
   }
 }
 
-// The first token whose window begins behind the step's last key; tokens before it see that key, if the step
-// does not begin behind them.
-int end_of_seeing_tokens(const AttentionTile& tile, int first_key, int num_keys) {
-  const std::int64_t last_position = std::int64_t{first_key} + num_keys - 1 + (tile.window_tokens - 1);
+// The first token whose window begins behind the step's last position; tokens before it see that position, if
+// the step does not begin behind them.
+int end_of_seeing_tokens(const AttentionTile& tile, int first_key, int num_positions) {
+  const std::int64_t last_position = std::int64_t{first_key} + num_positions - 1 + (tile.window_tokens - 1);
   return static_cast<int>(std::min<std::int64_t>(tile.num_tokens, last_position + 1 - tile.first_position));
 }
 
 void attend_step(const AttentionTile& tile, const QueryState& state, const KeyStep& step, int first_key) {
   const int first_token = std::max(0, first_key - tile.first_position);
-  const int end = end_of_seeing_tokens(tile, first_key, step.num_keys) * tile.num_group_heads;
+  const int end = end_of_seeing_tokens(tile, first_key, step.num_positions) * tile.num_group_heads;
   int index = first_token * tile.num_group_heads;
   for (; index + kQueriesPerGroup <= end; index += kQueriesPerGroup) {
     attend_queries<kQueriesPerGroup>(tile, state, step, first_key, index);
@@ -281,7 +298,7 @@ void attend_keys_of_part(const AttentionTile& tile, int part, const QueryState& 
   const int end = std::min((part + 1) * kKeysPerPart, end_position(tile));
   for (int first_key = begin; first_key < end; first_key += kKeysPerStep) {
     const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
-    attend_step(tile, state, step, first_key);
+    if (step.num_keys > 0) attend_step(tile, state, step, first_key);
   }
 }
 
@@ -309,7 +326,16 @@ void store_outputs(const AttentionTile& tile, const Gathered& whole, int padded)
       const int index = token * tile.num_group_heads + head;
       const float* from = whole.output + index * padded;
       float* to = tile.output + token * tile.output_token_stride + head * tile.head_dim;
-      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] / whole.sum[index];
+      const float sum = whole.sum[index];
+      if (tile.log_sum_exp != nullptr) {
+        tile.log_sum_exp[token * tile.log_sum_exp_token_stride + head] =
+            sum == 0.0F ? kNegativeInfinity : whole.max[index] + std::log(sum);
+        if (sum == 0.0F) {
+          std::fill_n(to, tile.head_dim, 0.0F);
+          continue;
+        }
+      }
+      for (int d = 0; d < tile.head_dim; ++d) to[d] = from[d] / sum;
     }
   }
 }

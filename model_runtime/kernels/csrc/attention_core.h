@@ -17,6 +17,10 @@ inline constexpr int kKeysPerStep = 64;
 // then joined in order. A long history can be shared out in parts, and has the same bits if it is not.
 inline constexpr int kKeysPerPart = 512;
 
+// Entry of a page table whose rows are elsewhere: a query attends to the others. Only where the log-sum-exp
+// is wanted, without which nobody could tell what is missing.
+inline constexpr std::int32_t kAbsentPage = -1;
+
 // Most query tokens of one tile.
 inline constexpr int kTokensPerTile = 16;
 
@@ -33,6 +37,8 @@ struct AttentionTile {
   std::int64_t query_token_stride = 0;
   float* output = nullptr;  // same heads, laid out as query with its own token stride
   std::int64_t output_token_stride = 0;
+  float* log_sum_exp = nullptr;  // of the scores, same heads with a token stride of its own; null: not wanted
+  std::int64_t log_sum_exp_token_stride = 0;
   int num_tokens = 0;       // in [1, kTokensPerTile]
   int num_group_heads = 0;  // query heads per key/value head, contiguous
   int head_dim = 0;

@@ -55,7 +55,8 @@ MutableMatrixView view(const MutableMatrix& matrix) {
 
 AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pages& value_pages,
                             const Table& page_table, const RowInts& begins, const RowInts& lengths,
-                            const MutableHeads& output, float scale, std::optional<int> window_left_tokens) {
+                            const MutableHeads& output, float scale, std::optional<int> window_left_tokens,
+                            const std::optional<MutableMatrix>& log_sum_exp) {
   const auto head_dim = static_cast<std::int64_t>(query.shape(2));
   require(has_stride(query, 2, 1) && has_stride(query, 1, head_dim), "the heads of query must be contiguous");
   require(has_stride(output, 2, 1) && has_stride(output, 1, head_dim),
@@ -104,6 +105,13 @@ AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pa
             "window_left_tokens must not be negative");
     call.window_tokens = *window_left_tokens + 1;
   }
+  if (log_sum_exp) {
+    require(log_sum_exp->shape(0) == query.shape(0) && log_sum_exp->shape(1) == query.shape(1),
+            "log_sum_exp must have one number per token and head of query");
+    require(has_stride(*log_sum_exp, 1, 1), "the heads of log_sum_exp must be contiguous");
+    call.log_sum_exp = log_sum_exp->data();
+    call.log_sum_exp_token_stride = log_sum_exp->stride(0);
+  }
   return call;
 }
 
@@ -144,9 +152,10 @@ namespace bound {
 
 void attend(CpuKernels& self, const Heads& query, const Pages& key_pages, const Pages& value_pages,
             const Table& page_table, const RowInts& begins, const RowInts& lengths,
-            const MutableHeads& output, float scale, std::optional<int> window_left_tokens) {
+            const MutableHeads& output, float scale, std::optional<int> window_left_tokens,
+            const std::optional<MutableMatrix>& log_sum_exp) {
   const AttentionCall call = describe_call(query, key_pages, value_pages, page_table, begins, lengths, output,
-                                           scale, window_left_tokens);
+                                           scale, window_left_tokens, log_sum_exp);
   const nb::gil_scoped_release unlocked;
   self.attention().attend(call, self.pool());
 }
@@ -276,9 +285,12 @@ NB_MODULE(_native, module) {
       .def("attend", &pdmesh::kernels::bound::attend, "query"_a.noconvert(), "key_pages"_a.noconvert(),
            "value_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
            "lengths"_a.noconvert(), "output"_a.noconvert(), "scale"_a, "window_left_tokens"_a = nb::none(),
+           "log_sum_exp"_a.noconvert() = nb::none(),
            "query, output float32[num_tokens, num_heads, head_dim]; pages float32[num_pages, page_tokens, "
            "num_kv_heads, head_dim]; page_table int32[num_rows, max_pages]; begins, lengths int32[num_rows]. "
-           "window_left_tokens: tokens before its own that a query sees, None for all.")
+           "window_left_tokens: tokens before its own that a query sees, None for all. log_sum_exp "
+           "float32[num_tokens, num_heads]: what the scores of a query come to; with it pages may be absent, "
+           "-1.")
       .def("pack", &pdmesh::kernels::bound::pack, "weight"_a.noconvert(),
            "weight float32[columns, depth] in the layout that multiply and gather_rows of this instruction "
            "set read.")

@@ -27,6 +27,11 @@ AttentionTile describe_tile(const AttentionCall& call, std::int64_t row, int fir
   tile.query_token_stride = call.query_token_stride;
   tile.output = call.output + token * call.output_token_stride + head_offset;
   tile.output_token_stride = call.output_token_stride;
+  if (call.log_sum_exp != nullptr) {
+    tile.log_sum_exp =
+        call.log_sum_exp + token * call.log_sum_exp_token_stride + static_cast<std::int64_t>(kv_head) * group;
+    tile.log_sum_exp_token_stride = call.log_sum_exp_token_stride;
+  }
   tile.num_tokens = std::min(kTokensPerTile, call.lengths[row] - first_token);
   tile.num_group_heads = group;
   tile.head_dim = call.head_dim;
@@ -69,6 +74,7 @@ void AttentionCall::validate() const {
   if (window_tokens < 1) {
     refuse("a query must see at least itself, window_tokens is " + std::to_string(window_tokens));
   }
+  const std::int32_t first_page = log_sum_exp == nullptr ? 0 : kAbsentPage;
   std::int64_t num_row_tokens = 0;
   for (std::int64_t row = 0; row < num_rows; ++row) {
     if (begins[row] < 0 || lengths[row] < 1) {
@@ -84,7 +90,7 @@ void AttentionCall::validate() const {
     }
     for (std::int64_t index = 0; index < pages; ++index) {
       const std::int32_t page = page_table[row * max_pages + index];
-      if (page < 0 || page >= num_pages) {
+      if (page < first_page || page >= num_pages) {
         refuse("row " + std::to_string(row) + " names page " + std::to_string(page) + ", the cache has " +
                std::to_string(num_pages));
       }

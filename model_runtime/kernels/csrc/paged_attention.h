@@ -19,6 +19,8 @@ struct AttentionCall {
   std::int64_t query_token_stride = 0;
   float* output = nullptr;  // [num_tokens, num_heads, head_dim]
   std::int64_t output_token_stride = 0;
+  float* log_sum_exp = nullptr;  // [num_tokens, num_heads], null: not wanted, and then no page may be absent
+  std::int64_t log_sum_exp_token_stride = 0;
   const float* key = nullptr;    // [num_pages, page_tokens, num_kv_heads, head_dim]
   const float* value = nullptr;  // as key, with strides of its own
   std::int64_t key_page_stride = 0;
