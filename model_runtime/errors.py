@@ -18,5 +18,9 @@ class UnsupportedWeightsError(ModelError):
     """Weights asked to stay quantised that the file or the kernels do not have so; names the tensor and its kind."""
 
 
+class ContextRanksError(ModelError, RuntimeError):
+    """Another rank of the same model is gone, silent, or carries out another plan; names this rank and their number."""
+
+
 class UnsupportedDtypeError(ModelError, ValueError):
     """A compute dtype for which the device has no kernels; names the dtype and those it has."""

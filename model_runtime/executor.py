@@ -19,6 +19,7 @@ from cache_runtime.device import CpuDevice
 from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
 from cache_runtime.layer_binding import bind_cache_groups, check_cache_groups
 from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
+from cache_runtime.mapping.block_placement import place_blocks
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.pools.cache_pools import CachePools
 from cache_runtime.recipes.plan import CacheMemoryPlan
@@ -26,6 +27,7 @@ from cache_runtime.recipes.spec import CacheFamily
 from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
+from model_runtime.context_ranks import ContextRanks, SingleContextRank, check_same_plan
 from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.forward_context import ForwardContext
@@ -48,9 +50,11 @@ class ModelExecutor:
 
     `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
     None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. `scheduler_limits` say whom the arena will serve, for what it reports as its capacity. Raises
-    CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or ValueError for settings that cannot work, before
-    any weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena.
+    process. `context_ranks` share the blocks of groups that keep all rows: each rank has an executor of its own, given
+    the same settings and the same plans, and samples the same tokens. `scheduler_limits` say whom the arena will serve,
+    for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or
+    ValueError for settings that cannot work, before any weight or cache memory is allocated; ArenaAllocationError when
+    the machine cannot hold the arena.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class ModelExecutor:
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
         scheduler_limits: SchedulerLimits | None = None,
+        context_ranks: ContextRanks | None = None,
     ) -> None:
+        ranks: ContextRanks = SingleContextRank() if context_ranks is None else context_ranks
         family = find_family(checkpoint.config.architecture)
         torch_dtype = compute_dtype(dtype)
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
@@ -74,6 +80,7 @@ class ModelExecutor:
             prefix_granularity=prefix_granularity,
             dtype=dtype,
             scheduler_limits=scheduler_limits,
+            shard_count=ranks.size,
         )
         source = apply_choice(weights, checkpoint.source, backend.kernels)
         setup = family.cache_recipe(checkpoint.config, budget).setup()
@@ -95,7 +102,9 @@ class ModelExecutor:
         self._kernels = backend.kernels
         self._arena = CacheArena(setup.plan, CpuDevice())
         self._pools = CachePools.of(self._arena)
-        self._router = CacheGroupRouter(self._arena.contract, page_sizes)
+        self._ranks = ranks
+        self._placements = place_blocks(self._arena.contract, context_rank=ranks.rank, num_context_ranks=ranks.size)
+        self._router = CacheGroupRouter(self._arena.contract, page_sizes, placements=self._placements)
         with torch.inference_mode():
             self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
         self._weights = describe_weights(source, backend.kernels)
@@ -128,12 +137,16 @@ class ModelExecutor:
         return self._stages
 
     def zero_blocks(self, plan: ExecutablePlan) -> None:
-        """Clears the blocks the plan has freshly acquired; before anything else of the plan touches the arena.
+        """Clears the blocks the plan has freshly acquired, as far as they are here; before the plan is executed.
 
-        Raises BlockIdError before any byte of the group concerned changes.
+        Raises BlockIdError before any byte changes when an id is outside its group.
         """
-        for group, block_ids in zip(self._arena.contract.groups, plan.zero_blocks, strict=True):
-            self._arena.zero_blocks(group.group_id, block_ids)
+        held = {
+            group_id: self._placements[group_id].held_blocks(block_ids)
+            for group_id, block_ids in zip(self._arena.contract.group_ids, plan.zero_blocks, strict=True)
+        }
+        for group_id, block_ids in held.items():
+            self._arena.zero_blocks(group_id, block_ids)
 
     def execute(
         self,
@@ -146,18 +159,20 @@ class ModelExecutor:
         `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
         right after layer i's rows or states of this forward are in the arena. Raises BatchContractError or ValueError,
         before the arena is touched, for a plan that contradicts the arena's contract; LogitsError when the model breaks
-        down.
+        down; ContextRanksError when another rank does not take part, or carries out another plan.
         """
         with torch.inference_mode():
             metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
             batch = ForwardBatch.from_plan(plan, metadata)
             params = _sampling_by_logit_row(plan, batch, sampling)
+            check_same_plan(self._ranks, plan)
             context = ForwardContext(
                 batch=batch,
                 routed=self._router.route(metadata),
                 pools=self._pools,
                 kernels=self._kernels,
                 on_stored=_ignore_stage if on_stage is None else on_stage,
+                ranks=self._ranks,
             )
             logits = self._model.forward(batch, context).numpy()
         sampled: list[SampledToken | None] = [None] * metadata.num_rows

@@ -30,12 +30,16 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBudget:
-    """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it."""
+    """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it.
+
+    `shard_count` context ranks, each with so many bytes, share the blocks of what can be shared.
+    """
 
     memory_bytes: int
     prefix_granularity: int
     dtype: str
     scheduler_limits: SchedulerLimits | None = None
+    shard_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

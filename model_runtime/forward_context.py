@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cache_runtime.mapping.router import RoutedBatch
 from cache_runtime.pools.cache_pools import CachePools
+from model_runtime.context_ranks import ContextRanks, SingleContextRank
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
 
@@ -14,6 +15,8 @@ from model_runtime.kernels.interface import Kernels
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardContext:
     """The batch, where its rows and states lie in the arena, and the kernels that read them.
+
+    `ranks` are those that hold the blocks of sharded groups together.
 
     Every layer that deposits anything in the cache tells `on_stored(layer)` once all of it, rows or states, is there.
     """
@@ -23,3 +26,4 @@ class ForwardContext:
     pools: CachePools
     kernels: Kernels
     on_stored: Callable[[int], None]
+    ranks: ContextRanks = field(default_factory=SingleContextRank)

@@ -56,8 +56,7 @@ class RowsCacheRecipe(CacheRecipe):
 
     `block_granularity` is in tokens and defaults to one block per prefix grain. The blocks of groups that keep all rows
     are spread over `shard_count` context ranks, each with an arena of `memory_bytes`; other groups are on every rank.
-    Raises CacheConfigError naming the
-    field and its value.
+    Raises CacheConfigError naming the field and its value.
     """
 
     num_layers: int

@@ -22,6 +22,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         num_layers=config.num_layers,
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
+        shard_count=budget.shard_count,
         layer_kinds=tuple(kinds[is_recurrent] for is_recurrent in mamba2.is_recurrent),
         state_fields=(
             StateField(name="conv_state", block_shape=(mamba2.conv_width - 1, mamba2.num_conv_channels)),

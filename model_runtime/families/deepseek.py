@@ -20,6 +20,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         num_layers=config.num_layers,
         row_fields=(RowField(name="latent", row_shape=(latent_of(config).row_width,)),),
         dtype=budget.dtype,
+        shard_count=budget.shard_count,
     )
 
 

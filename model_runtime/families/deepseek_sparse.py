@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache_runtime.errors import CacheConfigError
 from cache_runtime.layer_binding import PagedAttention
 from cache_runtime.recipes.base import CacheRecipe
 from cache_runtime.recipes.indexed import IndexedCacheRecipe
@@ -14,6 +15,9 @@ from model_runtime.models.deepseek import DeepseekModel, deepseek_tensor_shapes
 
 
 def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
+    if budget.shard_count != 1:
+        # The best rows of a history are not the best of its shares.
+        raise CacheConfigError(f"rows behind a sparse indexer cannot be shared by {budget.shard_count} context ranks")
     return IndexedCacheRecipe(
         prefix_granularity=budget.prefix_granularity,
         memory_bytes=budget.memory_bytes,

@@ -22,6 +22,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         num_layers=config.num_layers,
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
+        shard_count=budget.shard_count,
         is_sliding=config.sliding.is_sliding,
         sliding_window_tokens=config.sliding.window_tokens,
     )

@@ -21,6 +21,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         num_layers=config.num_layers,
         row_fields=(RowField(name="latent", row_shape=(latent_of(config).row_width,)),),
         dtype=budget.dtype,
+        shard_count=budget.shard_count,
         layer_kinds=tuple(
             CacheLayerType.STATE if is_recurrent else CacheLayerType.FULL for is_recurrent in delta_net.is_recurrent
         ),

@@ -19,6 +19,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         num_layers=config.num_layers,
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
+        shard_count=budget.shard_count,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
+from model_runtime.layers.cached_rows import attend_rows, store_rows
 
 
 def declare_attention(layer: int, config: ModelConfig) -> PagedAttention:
@@ -37,25 +38,20 @@ class CachedAttention:
     ) -> torch.Tensor:
         """query [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim] -> shaped like query."""
         layer, group_id = self.declaration.layer, self.declaration.group_id
-        locations = context.routed.write_locations(group_id)
         key_rows, value_rows = context.pools.kv.k_buffer(layer), context.pools.kv.v_buffer(layer)
-        key_rows.index_copy_(0, locations, key)
-        value_rows.index_copy_(0, locations, value)
+        store_rows(key_rows, key, group_id, context)
+        store_rows(value_rows, value, group_id, context)
         context.on_stored(layer)
         page_tokens = context.routed.kernel_page_size(group_id)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        context.kernels.attend(
+        return attend_rows(
             query,
             self._pages(key_rows, page_tokens),
             self._pages(value_rows, page_tokens),
-            context.routed.page_table(group_id),
-            context.batch.begins,
-            context.batch.lengths,
-            output,
+            group_id,
             self._scale,
             self.declaration.window_left_tokens,
+            context,
         )
-        return output
 
     def _pages(self, rows: torch.Tensor, page_tokens: int) -> torch.Tensor:
         return rows.view(-1, page_tokens, self._num_kv_heads, self._head_dim)

@@ -17,6 +17,7 @@ from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels, PackedWeight
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
+from model_runtime.layers.cached_rows import attend_rows, store_rows
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, rotate
 from model_runtime.layers.sparse_index import SparseIndex
@@ -104,7 +105,7 @@ class LatentAttention:
         turned = _turned(rows[:, rank:].unsqueeze(1), angles, self._kernels).squeeze(1)  # [T, rope_head_dim]
         rows = torch.cat((self._row_norm(rows[:, :rank]), turned), dim=1)
         layer, group_id = self.declaration.layer, self.declaration.group_id
-        context.pools.latent.rows(layer).index_copy_(0, context.routed.write_locations(group_id), rows)
+        store_rows(context.pools.latent.rows(layer), rows, group_id, context)
         if self._index is not None and angles is not None:
             self._index.store(hidden, angles, context)
         context.on_stored(layer)
@@ -121,18 +122,7 @@ class LatentAttention:
         layer, group_id = self.declaration.layer, self.declaration.group_id
         page_tokens = context.routed.kernel_page_size(group_id)
         pages = context.pools.latent.rows(layer).view(-1, page_tokens, 1, self._latent.row_width)
-        output = torch.empty_like(query)
-        context.kernels.attend(
-            query,
-            pages,
-            pages,
-            context.routed.page_table(group_id),
-            context.batch.begins,
-            context.batch.lengths,
-            output,
-            self._scale,
-        )
-        return output
+        return attend_rows(query, pages, pages, group_id, self._scale, None, context)
 
     def _attend_to(self, selected: torch.Tensor, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Attention to chosen positions: for the kernel every token is a row of its own, its pages single rows."""

@@ -75,6 +75,17 @@ def test_a_planted_violation_breaks_its_contract(module: str, line: str, contrac
     assert any(contract in row for row in broken), result.stdout
 
 
+def test_torch_distributed_is_imported_by_one_module_alone() -> None:
+    """The import contracts see packages of others as a whole, here torch."""
+    importers = [
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if "torch.distributed" in path.read_text(encoding="utf-8")
+    ]
+    assert importers == ["model_runtime/gloo_context_ranks.py"]
+
+
 def test_an_empty_project_keeps_every_contract(tmp_path: Path) -> None:
     empty_project(tmp_path)
     result = lint_imports(tmp_path)

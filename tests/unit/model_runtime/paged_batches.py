@@ -147,7 +147,7 @@ class BlockLedger:
 
 
 def _shuffled_blocks(contract: CacheRuntimeContract, group: int) -> list[int]:
-    packing = contract.groups[group].packing
+    packing = contract.groups[group].virtual_packing
     parents = range(group, contract.num_lcm_blocks, len(contract.groups))
     blocks = [1 + parent * packing + slot for parent in parents for slot in range(packing)]
     random.Random(3 + group).shuffle(blocks)

@@ -11,8 +11,11 @@ from unit.model_runtime.model_bench import ModelBench
 from unit.model_runtime.reference_models import random_prompt, reference_logits, save
 from unit.model_runtime.tiny_deepseek import NUM_SELECTED, VOCAB_SIZE, make_sparse
 
+from cache_runtime.errors import CacheConfigError
 from model_runtime.checkpoint import open_checkpoint
 from model_runtime.errors import CheckpointError
+from model_runtime.family import CacheBudget
+from model_runtime.registry import find_family
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
@@ -53,6 +56,13 @@ def test_index_keys_are_a_group_of_their_own(tmp_path: Path) -> None:
         "full": [f"layers.{layer}.latent" for layer in range(3)],
         "index": [f"layers.{layer}.index_key" for layer in range(3)],
     }
+
+
+def test_rows_behind_an_indexer_cannot_be_shared_by_context_ranks(tmp_path: Path) -> None:
+    config = open_checkpoint(save(make_sparse(), tmp_path)).config
+    budget = CacheBudget(memory_bytes=1 << 20, prefix_granularity=8, dtype="float32", shard_count=2)
+    with pytest.raises(CacheConfigError, match="cannot be shared by 2 context ranks"):
+        find_family(config.architecture).cache_recipe(config, budget)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""ContextRanks: the processes that run the same model on the same plans and share the blocks of one cache.
+
+The seam for what they tell one another. Knows no block and no transport.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cache_runtime.mapping.batch_metadata import BatchPlan
+from model_runtime.errors import ContextRanksError
+from model_runtime.forward_batch import TokenPlan
+
+
+class ContextRanks(Protocol):
+    """One of `size` ranks, as it sees the others. All ranks make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """In [0, size)."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Everybody's tensor, by rank; they have one shape and dtype. The values are the same on all ranks.
+
+        Raises ContextRanksError when a rank is gone or does not answer in time.
+        """
+
+
+class RankedPlan(BatchPlan, TokenPlan, Protocol):
+    """The part of a plan that all ranks must agree on."""
+
+
+class SingleContextRank:
+    """Nobody else."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def all_gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (tensor,)
+
+
+def check_same_plan(ranks: ContextRanks, plan: RankedPlan) -> None:
+    """Raises ContextRanksError when the ranks are about to carry out different plans.
+
+    Nothing else would show it: each would attend to rows that the others computed for something else.
+    """
+    if ranks.size == 1:
+        return
+    digest = 0
+    for array in (plan.begins, plan.input_lengths, plan.token_ids, *plan.block_tables):
+        digest = zlib.crc32(np.ascontiguousarray(array).data, digest)
+    digests = [int(other) for other in ranks.all_gather(torch.tensor([digest]))]
+    if len(set(digests)) > 1:
+        raise ContextRanksError(f"context rank {ranks.rank} of {ranks.size}: plans differ, their digests are {digests}")
