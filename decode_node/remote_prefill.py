@@ -134,7 +134,9 @@ class RemotePrefill:
             ):
                 await handoff.run(timeout_s)
                 failure = handoff.failure
-                if failure is not None:
+                if isinstance(failure, RequestCancelled):
+                    span.cancel()
+                elif failure is not None:
                     span.fail(type(failure).__name__, failure.message)
         finally:
             await peer.release()

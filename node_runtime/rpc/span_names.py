@@ -39,6 +39,8 @@ PDMESH_CACHED_TOKENS_PREFILL_DEVICE: Final = "pdmesh.cached_tokens.prefill_devic
 PDMESH_CACHED_TOKENS_DECODE_DEVICE: Final = "pdmesh.cached_tokens.decode_device"
 PDMESH_CACHED_TOKENS_HOST: Final = "pdmesh.cached_tokens.host"
 PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
+# Whoever asked for the work ended it early, as the router does when the text has reached a stop string.
+PDMESH_CANCELLED: Final = "pdmesh.cancelled"
 PDMESH_RETRACTIONS: Final = "pdmesh.retractions"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
 PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"

@@ -6,6 +6,7 @@ again. The W3C `traceparent` travels in gRPC metadata. Nothing here touches Open
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from node_runtime.errors import DeadlineExceeded
 from node_runtime.log_context import bound_trace_id
-from node_runtime.rpc.span_names import ERROR_TYPE, PDMESH_NODE_ID
+from node_runtime.rpc.deadlines import remaining_s
+from node_runtime.rpc.span_names import ERROR_TYPE, PDMESH_CANCELLED, PDMESH_NODE_ID
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
@@ -30,6 +33,8 @@ Attributes = Mapping[str, AttributeValue]
 # Short, so that somebody who watches a demo sees a trace at once.
 _EXPORT_INTERVAL_MS = 200
 _EXPORT_TIMEOUT_S = 2.0
+# The caller's deadline and ours are the same, but its clock is not: its cancellation may arrive before our timer fires.
+_DEADLINE_TOLERANCE_S = 0.05
 _PROPAGATED_KEYS = ("traceparent", "tracestate")
 _propagator = TraceContextTextMapPropagator()
 
@@ -70,6 +75,18 @@ class Span:
         """Marks the span as failed."""
         self._span.set_attribute(ERROR_TYPE, error_type)
         self._span.set_status(trace.StatusCode.ERROR, message)
+
+    def cancel(self) -> None:
+        """Marks the span as ended by its caller or, when the deadline of the call has passed, as failed by that.
+
+        Source: OpenTelemetry semantic conventions for gRPC, by which CANCELLED is no error of a server span and
+        DEADLINE_EXCEEDED is one.
+        """
+        left_s = remaining_s()
+        if left_s is not None and left_s < _DEADLINE_TOLERANCE_S:
+            self.fail(DeadlineExceeded.__name__, "the deadline of the call passed")
+        else:
+            self._span.set_attribute(PDMESH_CANCELLED, True)
 
     @property
     def trace_id(self) -> str:
@@ -125,7 +142,9 @@ class Telemetry:
     ) -> Iterator[Span]:
         """A span around the block, child of `parent` or else of the current one; calls made inside carry it on.
 
-        An exception that leaves the block marks the span as failed with the name of its class.
+        An exception that leaves the block marks the span as failed with the name of its class. A caller that no longer
+        wants the work is no failure of the one that does it: such a span is marked as cancelled, unless the deadline
+        has passed.
         """
         started = self._tracer.start_span(
             name, context=parent._value if parent else None, kind=kind.value, attributes=attributes
@@ -135,6 +154,9 @@ class Telemetry:
         try:
             with bound_trace_id(span.trace_id):
                 yield span
+        except (asyncio.CancelledError, GeneratorExit):
+            span.cancel()
+            raise
         except BaseException as error:
             span.fail(type(error).__name__, str(error))
             raise

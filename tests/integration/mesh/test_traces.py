@@ -104,6 +104,20 @@ def test_the_phases_follow_one_another_and_lie_inside_the_request(traced: tuple[
     assert usage["gen_ai.usage.output_tokens"] == 8
 
 
+def test_a_request_that_ends_by_a_stop_string_is_a_trace_without_errors(traced: tuple[Mesh, Sink]) -> None:
+    mesh, sink = traced
+    text = prompts.TEXTS["several chunks"] + "y"
+    plain = mesh.client.generate(text=text, max_tokens=8, ignore_eos=True).text
+    answer = mesh.client.generate(text=text, max_tokens=400, ignore_eos=True, stop=[plain[2:6]])
+    assert answer.finish.matched_stop == plain[2:6]
+    trace_id = answer.placement.trace_id
+    wait_until(lambda: len(sink.trace(trace_id)) >= len(TREE) + 1, 15.0, "all spans arrived")
+    spans = {name: span for name, (_, span) in sink.trace(trace_id).items()}
+    assert {span.status.code for span in spans.values()} == {trace_pb2.Status.STATUS_CODE_UNSET}
+    marks = {item.key: item.value.bool_value for item in spans["pdmesh.decode.request"].attributes}
+    assert marks["pdmesh.cancelled"], "the router ended it"
+
+
 def test_a_failed_request_is_a_trace_with_an_error(traced: tuple[Mesh, Sink]) -> None:
     mesh, sink = traced
     stream = mesh.client.start(2.0, text="Once upon a time", max_tokens=4000, ignore_eos=True)

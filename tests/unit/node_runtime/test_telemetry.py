@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from pdmesh.v1 import decode_pb2
 
 from node_runtime.config import NodeConfig
-from node_runtime.errors import QueueFull, RemoteError
+from node_runtime.errors import DeadlineExceeded, QueueFull, RemoteError
 from node_runtime.log_context import LineFormatter
 from node_runtime.rpc import (
     RpcContext,
@@ -24,7 +24,7 @@ from node_runtime.rpc import (
     current_trace_id,
     rpc_metadata,
 )
-from tests.unit.node_runtime.probe_service import ScriptedDecode, serving
+from tests.unit.node_runtime.probe_service import Probe, ScriptedDecode, serving
 
 
 class OtlpReceiver:
@@ -127,6 +127,50 @@ async def test_a_failed_block_marks_its_span_with_the_class_of_the_error() -> No
     assert span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
     assert span.status.message == "no place"
     assert {item.key: item.value.string_value for item in span.attributes}["error.type"] == "QueueFull"
+
+
+async def _span_of_a_call_that_is_left(leave: Callable[[Probe], Awaitable[None]]) -> trace_pb2.Span:
+    """The span of a handler that waits for ever, after one response, until `leave` has ended the call."""
+    async with receiving() as (receiver, endpoint):
+        telemetry = Telemetry.setup("s", "n", endpoint)
+
+        async def body(
+            request: decode_pb2.DecodeRequest, context: RpcContext
+        ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+            with telemetry.span("work", kind=SpanKind.SERVER):
+                yield decode_pb2.DecodeResponse()
+                await asyncio.Event().wait()
+
+        service = ScriptedDecode(body)
+        async with serving(decode=service, telemetry=telemetry) as probe:
+            await leave(probe)
+            await service.ended.wait()
+        assert await asyncio.to_thread(telemetry.flush, 10)
+    return receiver.spans["work"]
+
+
+async def test_work_that_its_caller_no_longer_wants_is_cancelled_and_no_error() -> None:
+    async def leave_after_the_first_response(probe: Probe) -> None:
+        call = probe.channel.server_stream(probe.decode.Generate, decode_pb2.DecodeRequest(), timeout_s=30)
+        async with aclosing(call) as responses:
+            await anext(responses)
+
+    span = await _span_of_a_call_that_is_left(leave_after_the_first_response)
+    assert span.status.code == trace_pb2.Status.STATUS_CODE_UNSET
+    assert {item.key: item.value.bool_value for item in span.attributes} == {"pdmesh.cancelled": True}
+
+
+async def test_work_that_outlives_its_deadline_is_an_error() -> None:
+    async def wait_too_long(probe: Probe) -> None:
+        with pytest.raises(DeadlineExceeded):
+            async for _ in probe.channel.server_stream(
+                probe.decode.Generate, decode_pb2.DecodeRequest(), timeout_s=0.3
+            ):
+                pass
+
+    span = await _span_of_a_call_that_is_left(wait_too_long)
+    assert span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    assert {item.key: item.value.string_value for item in span.attributes} == {"error.type": "DeadlineExceeded"}
 
 
 async def test_with_telemetry_off_there_is_no_trace_and_no_header() -> None:
