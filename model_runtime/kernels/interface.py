@@ -66,6 +66,13 @@ class Kernels(Protocol):
         Source: Shazeer 2020, "GLU variants improve transformer" (SwiGLU).
         """
 
+    def gelu_tanh_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Writes `output`[rows, width] = gelu(gate) * up, where `input`[rows, 2 * width] is gate and up side by side.
+
+        Source: Shazeer 2020, "GLU variants improve transformer" (GEGLU), with the tanh approximation of Hendrycks and
+        Gimpel 2016.
+        """
+
     def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`[rows, width] = sigmoid(gate) * up, where `input`[rows, 2 * width] is gate beside up."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import gelu, silu, softplus
 
 from model_runtime.gguf.dequantize import dequantize
 from model_runtime.kernels.interface import PackedWeight
@@ -72,6 +72,10 @@ class ReferenceKernels:
     def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
         gate, up = input.double().chunk(2, dim=-1)
         output.copy_(silu(gate) * up)
+
+    def gelu_tanh_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        gate, up = input.double().chunk(2, dim=-1)
+        output.copy_(gelu(gate, approximate="tanh") * up)
 
     def sigmoid_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
         gate, up = input.double().chunk(2, dim=-1)

@@ -16,8 +16,8 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
-from model_runtime.layers.activation import gelu_tanh_multiply
 from model_runtime.layers.attention import CachedAttention
+from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotate
 from model_runtime.weights import Shape, TensorSource
@@ -40,9 +40,7 @@ def gemma3_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
             prefix + "self_attn.k_norm.weight": (config.head_dim,),
             prefix + "post_attention_layernorm.weight": (hidden,),
             prefix + "pre_feedforward_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (intermediate, hidden),
-            prefix + "mlp.up_proj.weight": (intermediate, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, intermediate),
+            **gated_mlp_shapes(prefix + "mlp.", hidden, intermediate),
             prefix + "post_feedforward_layernorm.weight": (hidden,),
         }
     shapes["model.norm.weight"] = (hidden,)
@@ -85,21 +83,6 @@ class Gemma3Attention:
         return rotate(normed, angles, self._kernels)
 
 
-class Gemma3Mlp:
-    """GELU-gated feed-forward network of one layer."""
-
-    def __init__(self, layer: int, builder: LayerBuilder) -> None:
-        prefix = f"model.layers.{layer}.mlp."
-        self._gate_up = builder.linear(
-            prefix + "gate_proj.weight", prefix + "up_proj.weight"
-        )  # [2 * intermediate, hidden]
-        self._down = builder.linear(prefix + "down_proj.weight")  # [hidden, intermediate]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gated = gelu_tanh_multiply(self._gate_up(hidden))  # [T, intermediate]
-        return self._down(gated)  # [T, hidden]
-
-
 class Gemma3Layer:
     """One residual block: attention, then the MLP, each between two norms."""
 
@@ -110,7 +93,7 @@ class Gemma3Layer:
         self._before_mlp = _norm(builder, prefix + "pre_feedforward_layernorm.weight")  # [hidden]
         self._after_mlp = _norm(builder, prefix + "post_feedforward_layernorm.weight")  # [hidden]
         self.attention = Gemma3Attention(layer, builder)
-        self._mlp = Gemma3Mlp(layer, builder)
+        self._mlp = GatedMlp(prefix + "mlp.", builder, builder.kernels.gelu_tanh_multiply)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         attended = self.attention(self._before_attention(hidden), angles, context)  # [T, hidden]

@@ -232,6 +232,10 @@ void silu_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& o
   gate_multiply(self, self.set().silu_multiply, input, output);
 }
 
+void gelu_tanh_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
+  gate_multiply(self, self.set().gelu_tanh_multiply, input, output);
+}
+
 void sigmoid_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
   gate_multiply(self, self.set().sigmoid_multiply, input, output);
 }
@@ -306,6 +310,9 @@ NB_MODULE(_native, module) {
       .def("rms_norm", &pdmesh::kernels::bound::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(),
            "eps"_a, "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
       .def("silu_multiply", &pdmesh::kernels::bound::silu_multiply, "input"_a.noconvert(),
+           "output"_a.noconvert(),
+           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
+      .def("gelu_tanh_multiply", &pdmesh::kernels::bound::gelu_tanh_multiply, "input"_a.noconvert(),
            "output"_a.noconvert(),
            "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
       .def("sigmoid_multiply", &pdmesh::kernels::bound::sigmoid_multiply, "input"_a.noconvert(),

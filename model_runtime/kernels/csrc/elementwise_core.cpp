@@ -31,6 +31,11 @@ Vec sigmoid(Vec x) {
 struct Silu {
   static Vec of(Vec x) { return x * sigmoid(x); }
 };
+// The tanh approximation, 0.5 * (1 + tanh(u)) being sigmoid(2 * u). Source: Hendrycks and Gimpel 2016,
+// "Gaussian error linear units"; the factor is 2 * sqrt(2 / pi).
+struct GeluTanh {
+  static Vec of(Vec x) { return x * sigmoid(1.59576912F * (x + 0.044715F * x * x * x)); }
+};
 struct Sigmoid {
   static Vec of(Vec x) { return sigmoid(x); }
 };
@@ -70,6 +75,10 @@ void rms_norm(const RowsTask& task, const float* weight, float eps) {
 
 void silu_multiply(const RowsTask& task) {
   gate_multiply<Silu>(task);
+}
+
+void gelu_tanh_multiply(const RowsTask& task) {
+  gate_multiply<GeluTanh>(task);
 }
 
 void sigmoid_multiply(const RowsTask& task) {

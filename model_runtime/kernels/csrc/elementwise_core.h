@@ -30,7 +30,7 @@ struct RowsTask {
 using RmsNormCore = void (*)(const RowsTask& task, const float* weight, float eps);
 
 // Input rows are [gate, up], twice as wide as the output: output = f(gate) * up, where f is
-// gate * sigmoid(gate) or sigmoid(gate).
+// gate * sigmoid(gate), gelu(gate) in its tanh approximation, or sigmoid(gate).
 using GateCore = void (*)(const RowsTask& task);
 
 // Input rows are heads of head_dim floats, width = num_heads * head_dim. Each head's dimension i turns with
@@ -41,18 +41,21 @@ using RotateCore = void (*)(const RowsTask& task, int head_dim, const float* cos
 namespace baseline {
 void rms_norm(const RowsTask& task, const float* weight, float eps);
 void silu_multiply(const RowsTask& task);
+void gelu_tanh_multiply(const RowsTask& task);
 void sigmoid_multiply(const RowsTask& task);
 void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines);
 }  // namespace baseline
 namespace avx2 {
 void rms_norm(const RowsTask& task, const float* weight, float eps);
 void silu_multiply(const RowsTask& task);
+void gelu_tanh_multiply(const RowsTask& task);
 void sigmoid_multiply(const RowsTask& task);
 void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines);
 }  // namespace avx2
 namespace avx512 {
 void rms_norm(const RowsTask& task, const float* weight, float eps);
 void silu_multiply(const RowsTask& task);
+void gelu_tanh_multiply(const RowsTask& task);
 void sigmoid_multiply(const RowsTask& task);
 void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines);
 }  // namespace avx512

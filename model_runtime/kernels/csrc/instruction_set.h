@@ -19,6 +19,7 @@ struct InstructionSet {
   LinearCore linear;
   RmsNormCore rms_norm;
   GateCore silu_multiply;
+  GateCore gelu_tanh_multiply;
   GateCore sigmoid_multiply;
   RotateCore rotate;
   RecurrenceCore recurrence;

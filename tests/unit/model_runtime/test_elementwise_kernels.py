@@ -29,6 +29,12 @@ def gated(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def gelu_gated(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
+    output = torch.full((x.shape[0], x.shape[1] // 2), float("nan"))
+    kernels.gelu_tanh_multiply(x, output)
+    return output
+
+
 def opened(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     output = torch.full((x.shape[0], x.shape[1] // 2), float("nan"))
     kernels.sigmoid_multiply(x, output)
@@ -49,7 +55,7 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[normed, gated, opened, rotated], ids=lambda operation: operation.__name__)
+@pytest.fixture(params=[normed, gated, gelu_gated, opened, rotated], ids=lambda operation: operation.__name__)
 def operation(request: pytest.FixtureRequest) -> Operation:
     result: Operation = request.param
     return result
@@ -81,10 +87,19 @@ def test_rows_of_a_wider_tensor_are_read_in_place(instruction_set: str, operatio
     assert torch.equal(operation(kernels, wide[:, 10:58]), operation(kernels, wide[:, 10:58].contiguous()))
 
 
-def test_the_gate_saturates_without_overflow(instruction_set: str) -> None:
-    x = torch.tensor([[-200.0, -30.0, 0.0, 30.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    expected = torch.tensor([[0.0, 0.0, 0.0, 30.0, 200.0]])
-    assert torch.allclose(gated(_native.CpuKernels(1, instruction_set), x), expected, atol=1e-10)
+@pytest.mark.parametrize("gate", [gated, gelu_gated])
+def test_a_gate_saturates_without_overflow(instruction_set: str, gate: Operation) -> None:
+    x = torch.tensor([[-2e20, -200.0, -30.0, 0.0, 30.0, 200.0, 2e20, *[1.0] * 7]])
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 30.0, 200.0, 2e20]])
+    assert torch.allclose(gate(_native.CpuKernels(1, instruction_set), x), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("gate", [gated, gelu_gated])
+def test_a_gate_is_relatively_exact_wherever_it_is_open(instruction_set: str, gate: Operation) -> None:
+    gates = torch.linspace(-2, 12, 4096)
+    x = torch.cat((gates, torch.ones_like(gates))).unsqueeze(0)
+    expected = gate(ReferenceKernels(), x)
+    assert torch.allclose(gate(_native.CpuKernels(1, instruction_set), x), expected, rtol=TOLERANCE, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +109,7 @@ def test_the_gate_saturates_without_overflow(instruction_set: str) -> None:
         (lambda k: k.rms_norm(torch.zeros(2, 8), torch.zeros(8), 1e-5, torch.zeros(2, 9)), "output has the wrong"),
         (lambda k: k.silu_multiply(torch.zeros(2, 8), torch.zeros(2, 5)), "twice as wide"),
         (lambda k: k.silu_multiply(torch.zeros(2, 8), torch.zeros(3, 4)), "output has the wrong shape"),
+        (lambda k: k.gelu_tanh_multiply(torch.zeros(2, 8), torch.zeros(2, 5)), "twice as wide"),
         (lambda k: k.rotate(torch.zeros(2, 8), *[torch.zeros(2, 3)] * 2, torch.zeros(2, 8)), "whole heads"),
         (lambda k: k.rotate(torch.zeros(2, 8), *[torch.zeros(3, 2)] * 2, torch.zeros(2, 8)), "one row per row"),
     ],
