@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from rows import Row, print_rows
@@ -116,16 +117,19 @@ class DecodeLoad:
         self.scheduler.next_plan()
         self.scheduler.advance(self.results)
 
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
 
 def decode_steps() -> Iterator[Row]:
     num_steps = 192
     warm_up = DecodeLoad.start(64, num_steps, groups=(FULL_GROUP,))  # the first steps of a process cost twice as much
-    for _ in range(num_steps):
-        warm_up.step()
+    warm_up.run(num_steps)
     for groups, kinds, goal in (((FULL_GROUP,), "full", 1.0), (ALL_KINDS, "full + sliding + state", 2.5)):
         for num_requests in (64, 256, 1024):
             load = DecodeLoad.start(num_requests, num_steps, groups=groups)
-            total_us = cpu_us(lambda load=load: [load.step() for _ in range(num_steps)])
+            total_us = cpu_us(partial(load.run, num_steps))
             yield Row(
                 bench=BENCH,
                 case=f"plan and advance: {num_requests} decoding at 4k context, {kinds}",

@@ -147,7 +147,7 @@ class CudaEvent:
         self.native = event
 
     def is_done(self) -> bool:
-        return bool(self.native.query())  # type: ignore[no-untyped-call]
+        return bool(self.native.query())
 
     def synchronize(self) -> None:
         self.native.synchronize()
@@ -163,7 +163,7 @@ class CudaStream:
         return torch.cuda.stream(self._native)
 
     def record_event(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._native)
         return CudaEvent(event)
 
@@ -209,7 +209,7 @@ class CudaDevice:
         return CudaStream(torch.cuda.current_stream(self._device))
 
     def new_stream(self) -> Stream:
-        return CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        return CudaStream(torch.cuda.Stream(self._device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -10,7 +10,7 @@ import importlib.metadata
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
@@ -97,6 +97,13 @@ def _panel_of(name: str) -> str:
     return "Model, cache and batching" if name in ComputeNodeConfig.model_fields else "This role"
 
 
+def _take_parameters(command: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> None:
+    """Gives `command`, which takes whatever it is called with, the parameters that typer is to offer."""
+    # No function is declared to have a signature, yet `inspect` documents the attribute for this.
+    command.__signature__ = inspect.Signature([*parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+
+
 def _add_role(
     name: str, config_type: type[ConfigT], serve: Callable[[ConfigT], Coroutine[object, object, int]]
 ) -> None:
@@ -115,8 +122,7 @@ def _add_role(
         run_node(serve(config))
 
     parameters = [CONFIG_FILE_PARAMETER, *config_parameters(config_type, panel_of=_panel_of)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {}
+    _take_parameters(command, parameters)
     app.command(name, help=serve.__doc__, rich_help_panel=_NODES)(command)
 
 
@@ -181,7 +187,9 @@ def _add_up() -> None:
         with _reported_failures():
             # Refused here, by name, instead of by a child.
             load_merged(ComputeNodeConfig, None, {**node_values, **compute_values})
-            asyncio.run(run_up(_up_options(**own, compute_values=compute_values), _document_console()))  # type: ignore[arg-type]
+            # Each value has the type that the signature of `_up_options` gave typer.
+            options = _up_options(**own, compute_values=compute_values)  # type: ignore[arg-type]
+            asyncio.run(run_up(options, _document_console()))
 
     own_parameters = [
         parameter
@@ -190,8 +198,7 @@ def _add_up() -> None:
     ]
     own_names = {parameter.name for parameter in own_parameters}
     passed_on = config_parameters(ComputeNodeConfig, exclude=_NOT_FOR_UP, panel_of=lambda _: "Passed on to the nodes")
-    command.__signature__ = inspect.Signature([*own_parameters, *passed_on])  # type: ignore[attr-defined]
-    command.__annotations__ = {}
+    _take_parameters(command, [*own_parameters, *passed_on])
     app.command("up", help=_up_options.__doc__, rich_help_panel=_THIS_MACHINE)(command)
 
 
@@ -289,8 +296,7 @@ def _add_plan() -> None:
         exclude=ComputeNodeConfig.model_fields.keys() - _OF_A_PLAN,
         panel_of=lambda _: "As a node would be given them",
     )
-    command.__signature__ = inspect.Signature([*own_parameters, *sizing])  # type: ignore[attr-defined]
-    command.__annotations__ = {}
+    _take_parameters(command, [*own_parameters, *sizing])
     app.command("plan", help=_plan_parameters.__doc__, rich_help_panel=_THIS_MACHINE)(command)
 
 

@@ -20,7 +20,7 @@ class TransformersEngine:
         self.facts: Mapping[str, float] = {}
         source = {"gguf_file": model.name} if model.is_file() else {}
         folder = model.parent if model.is_file() else model
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source)
 
     @torch.inference_mode()
     def prefill(self, num_tokens: int) -> float:
