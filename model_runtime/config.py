@@ -14,6 +14,11 @@ from model_runtime.layer_configs.latent_attention import LatentAttentionConfig
 from model_runtime.layer_configs.mamba2 import Mamba2Config
 from model_runtime.layer_configs.sparse_index import SparseIndexConfig
 
+MAX_LAYERS = 4096
+"""More than any model has, and few enough that a wrong number costs no time."""
+_MAX_EXPERTS = 1 << 18
+_MAX_SIZE = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
@@ -143,8 +148,14 @@ class ModelConfig:
             ("rms_norm_eps", self.rms_norm_eps),
         ):
             _require_positive(name, value)
+        check_num_layers(self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.experts is not None and self.num_layers * self.experts.num_experts > _MAX_EXPERTS:
+            raise ValueError(
+                f"experts.num_experts {self.experts.num_experts} in each of {self.num_layers} layers are more than "
+                f"{_MAX_EXPERTS}"
+            )
         self._check_rotary_dim()
         self._check_rope_scaling()
         if self.attention_scale is not None:
@@ -198,6 +209,14 @@ def every_nth_layer_full(num_layers: int, period: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
+def check_num_layers(num_layers: int) -> None:
+    """For readers, before they make anything per layer. Raises ValueError above MAX_LAYERS."""
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"num_layers must be at most {MAX_LAYERS}, got {num_layers}")
+
+
 def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, int) and value > _MAX_SIZE:
+        raise ValueError(f"{name} must be at most {_MAX_SIZE}, got {value}")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be positive and finite, got {value}")

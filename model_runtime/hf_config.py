@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from model_runtime.config import ModelConfig
+from model_runtime.config import ModelConfig, check_num_layers
 from model_runtime.errors import CheckpointError
 from model_runtime.hf_configs.bamba import read_bamba
 from model_runtime.hf_configs.deepseek import read_deepseek_v2, read_deepseek_v3, read_deepseek_v32
@@ -34,6 +34,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
                 f"{path}: architectures {architectures!r} is not supported (supported: {', '.join(_READERS)})"
             )
     try:
+        check_num_layers(keys.integer("num_hidden_layers"))
         return read(directory, keys)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error

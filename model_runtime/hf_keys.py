@@ -49,7 +49,7 @@ class JsonKeys:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number")
-        return float(value)
+        return _as_float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         value = self.values.get(key, default)
@@ -115,8 +115,11 @@ def _is_number(value: object) -> bool:
 
 
 def _as_float(number: object) -> float:
-    """`transformers` writes what JSON has no word for as an object."""
-    return float(number) if isinstance(number, int | float) else math.inf
+    """`transformers` writes what JSON has no word for as an object; integers may be too long for a float."""
+    try:
+        return float(number) if isinstance(number, int | float) else math.inf
+    except OverflowError:
+        return math.inf
 
 
 def eos_token_ids(directory: Path, keys: JsonKeys) -> tuple[int, ...]:

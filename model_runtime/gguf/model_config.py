@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model_runtime.config import ModelConfig, RopeFrequencyDivisors, SlidingLayers, every_nth_layer_full
+from model_runtime.config import (
+    ModelConfig,
+    RopeFrequencyDivisors,
+    SlidingLayers,
+    check_num_layers,
+    every_nth_layer_full,
+)
 from model_runtime.errors import CheckpointError
 from model_runtime.gguf.dequantize import dequantize
 from model_runtime.gguf.reader import GgufDirectory, GgufTensor
@@ -41,7 +47,9 @@ def read_gguf_config(directory: GgufDirectory) -> ModelConfig:
             f'{directory.path}: architecture "{stored}" is not supported (supported: {", ".join(_READERS)})'
         )
     try:
-        return _READERS[stored](_Keys(directory=directory, architecture=stored))
+        keys = _Keys(directory=directory, architecture=stored)
+        check_num_layers(keys.integer("block_count"))
+        return _READERS[stored](keys)
     except ValueError as error:
         raise CheckpointError(f"{directory.path}: {error}") from error
 

@@ -70,6 +70,15 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_harmless(direct
     assert "lm_head.weight" not in open_checkpoint(directory).source.shapes
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int64, "I64"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_a_dtype_that_is_no_plain_number_is_named_with_the_supported_ones(
+    directory: Path, dtype: torch.dtype, name: str
+) -> None:
+    change_tensors(directory, lambda tensors: tensors.update({O_PROJ: tensors[O_PROJ].to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf'"{O_PROJ}" has dtype {name}, supported are F64, F32, F16, BF16'):
+        open_checkpoint(directory)
+
+
 @pytest.mark.parametrize("num_kept_bytes", [0, 4, 100])
 def test_a_safetensors_file_cut_in_its_header_is_refused(directory: Path, num_kept_bytes: int) -> None:
     path = directory / "model.safetensors"
@@ -136,6 +145,12 @@ def test_an_index_that_reaches_outside_the_directory_is_refused(tmp_path: Path) 
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, 'rope type "yarn" is not supported'),
         ({"num_attention_heads": "four"}, "\"num_attention_heads\" must be an integer, is 'four'"),
         ({"num_attention_heads": 5}, "num_heads 5 is no multiple of num_kv_heads 2"),
+        ({"num_hidden_layers": 10**9}, "num_layers must be at most 4096, got 1000000000"),
+        ({"max_position_embeddings": 10**30}, "max_position_tokens must be at most 2147483647, got 1000000"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
+            "rope_theta must be positive and finite",
+        ),
         ({"num_hidden_layers": 0}, "num_layers must be positive and finite, got 0"),
         ({"rms_norm_eps": None}, '"rms_norm_eps" must be a number, is None'),
         ({"head_dim": 15}, "head_dim must be even"),
@@ -207,6 +222,13 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_a_gguf_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     path = tiny_gguf.write_gguf(tmp_path / "m.gguf", tiny_llama.make_reference(), architecture="rwkv9")
     with pytest.raises(CheckpointError, match=r'architecture "rwkv9" is not supported \(supported: llama, gemma3\)'):
+        open_checkpoint(path)
+
+
+def test_a_gguf_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> None:
+    keys = {"llama.block_count": 2**31}
+    path = tiny_gguf.write_gguf(tmp_path / "m.gguf", tiny_llama.make_reference(), extra_integers=keys)
+    with pytest.raises(CheckpointError, match="num_layers must be at most 4096, got 2147483648"):
         open_checkpoint(path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,16 @@ def test_what_cannot_work_is_refused_in_one_line(model: Path, arguments: tuple[o
     assert code == 2
     assert words in err
     assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_whose_config_asks_for_what_it_cannot_have_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(model, tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"sliding_window": 10**12}))
+    code, out, err = run(changed)
+    assert (code, out) == (2, "")
+    assert "sliding.window_tokens must be at most 2147483647, got 1000000000000" in err
     assert len(err.splitlines()) == 1
 
 
