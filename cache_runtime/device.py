@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cache_runtime.errors import ArenaAllocationError
+from cache_runtime.errors import ArenaAllocationError, UnknownDeviceError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
@@ -54,6 +54,9 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device: ...
+
+    def as_default(self) -> AbstractContextManager[object]:
+        """Tensors that are made inside the context, and name no device, lie on this one."""
 
     def available_bytes(self) -> int:
         """Bytes that `alloc` could hand out now."""
@@ -104,6 +107,10 @@ class CpuDevice:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def as_default(self) -> AbstractContextManager[object]:
+        # It is the default already; torch's own context would slow every call inside down.
+        return nullcontext()
 
     def available_bytes(self) -> int:
         return min(_system_available_bytes(), _control_group_available_bytes())
@@ -175,13 +182,20 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One CUDA device by index."""
+    """One CUDA device by index. Raises UnknownDeviceError where torch has none of that index."""
 
     def __init__(self, index: int) -> None:
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index >= num_devices:
+            reason = "is built without CUDA" if torch.version.cuda is None else f"finds {num_devices} CUDA devices"
+            raise UnknownDeviceError(f'device "cuda:{index}" is not there: torch {torch.__version__} {reason}')
         self._device = torch.device("cuda", index)
 
     @property
     def torch_device(self) -> torch.device:
+        return self._device
+
+    def as_default(self) -> AbstractContextManager[object]:
         return self._device
 
     def available_bytes(self) -> int:
@@ -213,6 +227,19 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+
+def open_device(name: str) -> Device:
+    """The device called `cpu`, `cuda` (the first) or `cuda:INDEX`. Raises UnknownDeviceError."""
+    match name.split(":"):
+        case ["cpu"]:
+            return CpuDevice()
+        case ["cuda"]:
+            return CudaDevice(0)
+        case ["cuda", index] if index.isdecimal():
+            return CudaDevice(int(index))
+        case _:
+            raise UnknownDeviceError(f'device "{name}" is unknown (known: cpu, cuda, cuda:INDEX)')
 
 
 def _system_available_bytes() -> int:

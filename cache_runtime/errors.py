@@ -19,6 +19,10 @@ class ArenaAllocationError(CacheError, MemoryError):
     """The device cannot provide the arena the plan asks for; names the bytes wanted and available."""
 
 
+class UnknownDeviceError(CacheError, ValueError):
+    """A device that this machine or this torch does not have; names it and what there is."""
+
+
 class UnknownGroupError(CacheError, LookupError):
     """A group id that the bound plan never published."""
 
