@@ -46,7 +46,12 @@ KernelPageSize = FixedPageSize | ConstrainedPageSize | FlexiblePageSize
 CPU_PAGED = "cpu_paged"
 """Paged attention on the CPU (model_runtime's native kernel and its torch reference)."""
 
-KERNEL_PAGE_SIZES: Mapping[str, KernelPageSize] = MappingProxyType({CPU_PAGED: FlexiblePageSize(default_tokens=16)})
+TORCH_PAGED = "torch_paged"
+"""Attention in plain torch operations, which gathers pages, on any device."""
+
+KERNEL_PAGE_SIZES: Mapping[str, KernelPageSize] = MappingProxyType(
+    {CPU_PAGED: FlexiblePageSize(default_tokens=16), TORCH_PAGED: FlexiblePageSize(default_tokens=16)}
+)
 
 
 def resolve_kernel_page_size(backend: str, *, block_granularity: int, override: int | None = None) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cache_runtime.arena import CacheArena
-from cache_runtime.device import CpuDevice
+from cache_runtime.device import CpuDevice, Device
 from cache_runtime.kernel_page_sizes import resolve_kernel_page_size
 from cache_runtime.layer_binding import bind_cache_groups, check_cache_groups
 from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
@@ -31,8 +31,9 @@ from model_runtime.context_ranks import ContextRanks, SingleContextRank, check_s
 from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.forward_context import ForwardContext
-from model_runtime.registry import compute_dtype, cpu_backend, find_family
+from model_runtime.registry import compute_dtype, find_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
+from model_runtime.stage_fences import StageFences
 from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
 
@@ -48,13 +49,13 @@ class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
 class ModelExecutor:
     """Recipe -> arena -> model -> binding -> router, then plans.
 
-    `memory_bytes` is for the cache; weights come on top. `kernel_page_size` None takes the kernel's own; `num_threads`
-    None takes every CPU this process may use; they are the native kernels' threads, torch is set to one in the whole
-    process. `context_ranks` share the blocks of groups that keep all rows: each rank has an executor of its own, given
-    the same settings and the same plans, and samples the same tokens. `scheduler_limits` say whom the arena will serve,
-    for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError or
-    ValueError for settings that cannot work, before any weight or cache memory is allocated; ArenaAllocationError when
-    the machine cannot hold the arena.
+    `memory_bytes` is for the cache; weights come on top. `device` None takes the CPU. `kernel_page_size` None takes the
+    kernel's own; `num_threads` None takes every CPU this process may use; they are the native kernels' threads, torch
+    is set to one in the whole process. `context_ranks` share the blocks of groups that keep all rows: each rank has an
+    executor of its own, given the same settings and the same plans, and samples the same tokens. `scheduler_limits` say
+    whom the arena will serve, for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError,
+    UnsupportedWeightsError or ValueError for settings that cannot work, before any weight or cache memory is allocated;
+    ArenaAllocationError when the machine cannot hold the arena.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class ModelExecutor:
         num_threads: int | None = None,
         scheduler_limits: SchedulerLimits | None = None,
         context_ranks: ContextRanks | None = None,
+        device: Device | None = None,
     ) -> None:
         ranks: ContextRanks = SingleContextRank() if context_ranks is None else context_ranks
         family = find_family(checkpoint.config.architecture)
         torch_dtype = compute_dtype(dtype)
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
-        backend = cpu_backend(num_threads)
+        self._device: Device = CpuDevice() if device is None else device
+        backend = find_backend(self._device.torch_device, num_threads)
         budget = CacheBudget(
             memory_bytes=memory_bytes,
             prefix_granularity=prefix_granularity,
@@ -100,12 +103,13 @@ class ModelExecutor:
         self._stages = setup.producer_fields_by_step
         self._token_capacity = setup.token_capacity
         self._kernels = backend.kernels
-        self._arena = CacheArena(setup.plan, CpuDevice())
+        self._is_batch_invariant = backend.is_batch_invariant
+        self._arena = CacheArena(setup.plan, self._device)
         self._pools = CachePools.of(self._arena)
         self._ranks = ranks
         self._placements = place_blocks(self._arena.contract, context_rank=ranks.rank, num_context_ranks=ranks.size)
-        self._router = CacheGroupRouter(self._arena.contract, page_sizes, placements=self._placements)
-        with torch.inference_mode():
+        self._router = CacheGroupRouter(self._arena.contract, page_sizes, self._device, placements=self._placements)
+        with torch.inference_mode(), self._device.as_default():
             self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
         self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.cache_layers, setup.plan)
@@ -130,6 +134,11 @@ class ModelExecutor:
     @property
     def weights(self) -> WeightFacts:
         return self._weights
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a request's logits have the same bits whatever shares its batch and however its prompt is cut."""
+        return self._is_batch_invariant
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -157,13 +166,15 @@ class ModelExecutor:
         """One forward of all rows; one entry per row, None where the plan wants no logits.
 
         `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
-        right after layer i's rows or states of this forward are in the arena. Raises BatchContractError or ValueError,
-        before the arena is touched, for a plan that contradicts the arena's contract; LogitsError when the model breaks
-        down; ContextRanksError when another rank does not take part, or carries out another plan.
+        once layer i's rows or states of this forward are in the arena, on the CPU right after the layer wrote them.
+        Raises BatchContractError or ValueError, before the arena is touched, for a plan that contradicts the arena's
+        contract; LogitsError when the model breaks down; ContextRanksError when another rank does not take part, or
+        carries out another plan.
         """
-        with torch.inference_mode():
+        fences = StageFences(self._device, _ignore_stage if on_stage is None else on_stage)
+        with torch.inference_mode(), self._device.as_default():
             metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
-            batch = ForwardBatch.from_plan(plan, metadata)
+            batch = ForwardBatch.from_plan(plan, metadata, self._device)
             params = _sampling_by_logit_row(plan, batch, sampling)
             check_same_plan(self._ranks, plan)
             context = ForwardContext(
@@ -171,10 +182,11 @@ class ModelExecutor:
                 routed=self._router.route(metadata),
                 pools=self._pools,
                 kernels=self._kernels,
-                on_stored=_ignore_stage if on_stage is None else on_stage,
+                on_stored=fences.stored,
                 ranks=self._ranks,
             )
-            logits = self._model.forward(batch, context).numpy()
+            logits = self._model.forward(batch, context).cpu().numpy()
+        fences.finish()
         sampled: list[SampledToken | None] = [None] * metadata.num_rows
         for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])

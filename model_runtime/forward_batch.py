@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cache_runtime.device import CpuDevice, Device
 from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
 from cache_runtime.mapping.write_locations import span_tokens
 
@@ -27,7 +28,7 @@ class TokenPlan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBatch:
-    """Rows of consecutive tokens, concatenated. All tensors are on the CPU.
+    """Rows of consecutive tokens, concatenated. Tensors are on the device of the forward.
 
     `token_ids`, `positions`: int64[num_tokens]. `begins`, `lengths`: int32[num_rows], position of a row's first token
     and number of its tokens. `logit_rows`: int64[num_logits], the rows whose last token's logits are wanted, ascending;
@@ -42,8 +43,8 @@ class ForwardBatch:
     logit_tokens: torch.Tensor
 
     @classmethod
-    def from_plan(cls, plan: TokenPlan, metadata: CacheBatchMetadata) -> ForwardBatch:
-        """Raises ValueError when the plan's tokens do not match its rows."""
+    def from_plan(cls, plan: TokenPlan, metadata: CacheBatchMetadata, device: Device | None = None) -> ForwardBatch:
+        """On the CPU where no device is given. Raises ValueError when the plan's tokens do not match its rows."""
         if plan.token_ids.shape != (metadata.num_tokens,):
             raise ValueError(
                 f"token_ids has shape {plan.token_ids.shape}, the rows' input_lengths sum to {metadata.num_tokens}"
@@ -51,13 +52,14 @@ class ForwardBatch:
         _, positions = span_tokens(metadata.begins, metadata.input_lengths)
         logit_rows = np.flatnonzero(plan.logits_wanted).astype(np.int64)
         last_tokens = np.cumsum(metadata.input_lengths, dtype=np.int64) - 1
+        upload = (CpuDevice() if device is None else device).upload
         return cls(
-            token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            begins=torch.from_numpy(metadata.begins.copy()),
-            lengths=torch.from_numpy(metadata.input_lengths.copy()),
+            token_ids=upload(plan.token_ids.astype(np.int64)),
+            positions=upload(positions),
+            begins=upload(metadata.begins.copy()),
+            lengths=upload(metadata.input_lengths.copy()),
             logit_rows=logit_rows,
-            logit_tokens=torch.from_numpy(last_tokens[logit_rows]),
+            logit_tokens=upload(last_tokens[logit_rows]),
         )
 
     @property

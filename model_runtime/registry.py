@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 import torch
 
-from cache_runtime.kernel_page_sizes import CPU_PAGED
+from cache_runtime.kernel_page_sizes import CPU_PAGED, TORCH_PAGED
 from model_runtime.errors import CheckpointError, UnsupportedDtypeError
 from model_runtime.families import bamba, deepseek, deepseek_sparse, gemma3, kimi_linear, llama, qwen3_next
 from model_runtime.family import ModelFamily
 from model_runtime.kernels import _native
 from model_runtime.kernels.interface import Kernels
+from model_runtime.kernels.torch_kernels import TorchKernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class KernelBackend:
 
     page_size_backend: str
     kernels: Kernels
+    is_batch_invariant: bool
+    """Whether a request's logits have the same bits whatever shares its batch and however its prompt is cut."""
 
 
 def find_family(architecture: str) -> ModelFamily:
@@ -40,7 +43,18 @@ def compute_dtype(name: str) -> torch.dtype:
 
 def cpu_backend(num_threads: int) -> KernelBackend:
     """The native kernels of the best instruction set this CPU has. Raises ValueError for num_threads below 1."""
-    return KernelBackend(page_size_backend=CPU_PAGED, kernels=_native.CpuKernels(num_threads))
+    kernels = _native.CpuKernels(num_threads)
+    return KernelBackend(page_size_backend=CPU_PAGED, kernels=kernels, is_batch_invariant=True)
+
+
+def torch_backend(device: torch.device) -> KernelBackend:
+    """Kernels for every device torch computes on."""
+    return KernelBackend(page_size_backend=TORCH_PAGED, kernels=TorchKernels(device), is_batch_invariant=False)
+
+
+def find_backend(device: torch.device, num_threads: int) -> KernelBackend:
+    """The fastest kernels for the device. Raises ValueError for num_threads below 1."""
+    return cpu_backend(num_threads) if device.type == "cpu" else torch_backend(device)
 
 
 _FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(

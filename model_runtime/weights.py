@@ -77,7 +77,8 @@ def read_stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtyp
     stacked = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype)
     begin = 0
     for name, shape in zip(names, shapes, strict=True):
-        source.read_into(name, stacked[begin : begin + shape[0]])
+        with torch.device("cpu"):  # where files are read and expanded, wherever the result lies
+            source.read_into(name, stacked[begin : begin + shape[0]])
         begin += shape[0]
     return stacked
 
@@ -95,7 +96,8 @@ def pack_stacked(
         if quantization is None or quantization not in kernels.quantizations:
             parts.append(kernels.pack(read_stacked(source, members, dtype)))
             continue
-        blocks = torch.cat([source.read_blocks(name) for name in members])
+        with torch.device("cpu"):
+            blocks = torch.cat([source.read_blocks(name) for name in members])
         try:
             parts.append(kernels.pack_blocks(blocks, quantization))
         except ValueError as error:

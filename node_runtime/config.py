@@ -146,6 +146,11 @@ class ComputeNodeConfig(NodeConfig):
     served_model_name: str = Field(
         default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
     )
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:\d{1,3})?)$",
+        description="What computes: cpu, cuda or cuda:INDEX. Only fused nodes compute on CUDA.",
+    )
     dtype: DtypeName = Field(default="float32", description="Element type of activations and cache.")
     weights: WeightsName = Field(
         default="auto",

@@ -58,12 +58,12 @@ class ReferenceKernels:
         return self.pack(dequantize(blocks.contiguous().flatten().numpy(), kind, (blocks.shape[0], depth)))
 
     def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
-        output.copy_(input.double() @ _plain_rows(weight).double().T)
+        output.copy_(input.double() @ plain_rows(weight).double().T)
 
     def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
         if not bool(((rows >= 0) & (rows < weight.num_columns)).all()):
             raise ValueError("linear: row ids must name rows of the weight")
-        output.copy_(_plain_rows(weight)[rows])
+        output.copy_(plain_rows(weight)[rows])
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         mean_square = input.double().square().mean(-1, keepdim=True)
@@ -202,7 +202,8 @@ class ReferenceKernels:
         run_rows(states, input_blocks, output_blocks, checkpoint_blocks, checkpoint_lengths, lengths, scan)
 
 
-def _plain_rows(weight: PackedWeight) -> torch.Tensor:
+def plain_rows(weight: PackedWeight) -> torch.Tensor:
+    """The rows of a weight that these kernels packed. Raises ValueError for another's."""
     if not isinstance(weight, PlainWeight):
         raise ValueError("linear: weight must be packed by these kernels")
     return weight.rows

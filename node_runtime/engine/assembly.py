@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cache_runtime.device import open_device
 from cache_runtime.errors import CacheError
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from cache_runtime.transfer import create_engine
@@ -34,7 +35,9 @@ def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: in
 
 
 def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
+    _check_device(config, role)
     checkpoint = open_checkpoint(config.model)
+    device = open_device(config.device)
     # Before the weights: a machine that lacks what the data plane needs is told so at once.
     engine = None if role is Role.FUSED else _open_data_plane(config)
     limits = scheduler_limits(config, role, checkpoint)
@@ -47,6 +50,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         kernel_page_size=config.kernel_page_size,
         num_threads=config.num_threads,
         scheduler_limits=limits,
+        device=device,
     )
     contract = executor.arena.contract
     scheduler_config = SchedulerConfig(
@@ -69,6 +73,12 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         facts=_facts(config, checkpoint, executor, fingerprint, limits.context_tokens),
         data_plane=None if engine is None else _data_plane(config, engine, executor, fingerprint),
     )
+
+
+def _check_device(config: ComputeNodeConfig, role: Role) -> None:
+    """The data planes read and write host memory only."""
+    if role is not Role.FUSED and config.device != "cpu":
+        raise BadConfig(f"device: {config.device} computes on fused nodes only, a {role.name.lower()} node needs cpu")
 
 
 def _open_data_plane(config: ComputeNodeConfig) -> TransferEngine:
@@ -114,4 +124,6 @@ def _facts(
         weight_bytes=executor.weights.num_bytes,
         float32_weight_bytes=executor.weights.float32_bytes,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        device=str(executor.arena.device.torch_device),
+        is_batch_invariant=executor.is_batch_invariant,
     )

@@ -35,6 +35,8 @@ class ModelFacts:
     weight_bytes: int
     float32_weight_bytes: int
     num_threads: int
+    device: str
+    is_batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,8 @@ class ComputeCore:
         facts = self.facts
         lines = [
             f"model {facts.name} from {facts.path}: context {facts.context_tokens} tokens, "
-            f"vocabulary {facts.vocab_size}, {facts.num_threads} threads",
+            f"vocabulary {facts.vocab_size}, {facts.num_threads} threads on {facts.device}"
+            f"{'' if facts.is_batch_invariant else ', last bits may depend on what shares a batch'}",
             f"weights {format_size(facts.weight_bytes)} in memory as {', '.join(facts.weight_formats)}, float32 would "
             f"be {format_size(facts.float32_weight_bytes)}",
             f"cache arena {format_size(facts.arena_bytes)}: {facts.capacity_tokens} tokens in {facts.num_lcm_blocks} "

@@ -27,5 +27,7 @@ def describe_node(
         prefix_granularity=facts.prefix_granularity,
         weight_formats=facts.weight_formats,
         weight_bytes=facts.weight_bytes,
+        device=facts.device,
+        batch_invariant=facts.is_batch_invariant,
         data_plane="" if core.data_plane is None else core.data_plane.engine.name,
     )

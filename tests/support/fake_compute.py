@@ -219,6 +219,8 @@ def fake_core(
         num_lcm_blocks=num_lcm_blocks,
         capacity_tokens=plan.layout.token_capacity(num_lcm_blocks),
         weight_formats=("float32",),
+        device="cpu",
+        is_batch_invariant=True,
         weight_bytes=1024,
         float32_weight_bytes=1024,
         num_threads=1,

@@ -74,6 +74,8 @@ def _facts(checkpoint: Checkpoint, executor: ModelExecutor) -> ModelFacts:
         num_lcm_blocks=executor.plan.num_lcm_blocks,
         capacity_tokens=executor.token_capacity,
         weight_formats=executor.weights.formats,
+        device="cpu",
+        is_batch_invariant=True,
         weight_bytes=executor.weights.num_bytes,
         float32_weight_bytes=executor.weights.float32_bytes,
         num_threads=1,
