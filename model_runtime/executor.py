@@ -171,12 +171,34 @@ class ModelExecutor:
         contract; LogitsError when the model breaks down; ContextRanksError when another rank does not take part, or
         carries out another plan.
         """
-        fences = StageFences(self._device, _ignore_stage if on_stage is None else on_stage)
+        metadata, batch = self._read(plan)
+        params = _sampling_by_logit_row(plan, batch, sampling)
+        check_same_plan(self._ranks, plan)
+        logits = self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
+        sampled: list[SampledToken | None] = [None] * metadata.num_rows
+        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
+            position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
+            sampled[row] = sample(row_logits, row_params, position)
+        return tuple(sampled)
+
+    def logits(self, plan: ExecutablePlan) -> npt.NDArray[np.float32]:
+        """The forward of `execute` without its sampling: [rows that want logits, vocab_size] in the order of the rows.
+
+        Raises BatchContractError, ValueError or ContextRanksError like `execute`.
+        """
+        metadata, batch = self._read(plan)
+        check_same_plan(self._ranks, plan)
+        return self._forward(metadata, batch, _ignore_stage)
+
+    def _read(self, plan: ExecutablePlan) -> tuple[CacheBatchMetadata, ForwardBatch]:
+        metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
+        return metadata, ForwardBatch.from_plan(plan, metadata, self._device)
+
+    def _forward(
+        self, metadata: CacheBatchMetadata, batch: ForwardBatch, on_stage: Callable[[int], None]
+    ) -> npt.NDArray[np.float32]:
+        fences = StageFences(self._device, on_stage)
         with torch.inference_mode(), self._device.as_default():
-            metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
-            batch = ForwardBatch.from_plan(plan, metadata, self._device)
-            params = _sampling_by_logit_row(plan, batch, sampling)
-            check_same_plan(self._ranks, plan)
             context = ForwardContext(
                 batch=batch,
                 routed=self._router.route(metadata),
@@ -185,13 +207,9 @@ class ModelExecutor:
                 on_stored=fences.stored,
                 ranks=self._ranks,
             )
-            logits = self._model.forward(batch, context).cpu().numpy()
+            logits: npt.NDArray[np.float32] = self._model.forward(batch, context).cpu().numpy()
         fences.finish()
-        sampled: list[SampledToken | None] = [None] * metadata.num_rows
-        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
-            position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
-            sampled[row] = sample(row_logits, row_params, position)
-        return tuple(sampled)
+        return logits
 
 
 def _ignore_stage(_: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from protocol import prompt, serve
 
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
@@ -79,11 +80,27 @@ class PdmeshEngine:
         self._scheduler.advance([AbortEvent(name) for name in names])
         return seconds
 
+    def score(self, tokens: list[int]) -> float:
+        (name,) = self._submit_prompts([tokens[:1]], max_new_tokens=len(tokens))
+        total = 0.0
+        for token in tokens[1:]:
+            plan = self._scheduler.next_plan()
+            self._executor.zero_blocks(plan)
+            (row,) = self._executor.logits(plan).astype(np.float64)
+            total += float(np.logaddexp.reduce(row) - row[token])
+            self._scheduler.advance([ResultEvent(name, [token])])
+        self._scheduler.advance([AbortEvent(name)])
+        return total / (len(tokens) - 1)
+
     def _submit(self, count: int, num_tokens: int, max_new_tokens: int) -> list[str]:
+        first = self._num_requests + 1
+        prompts = [prompt(number, num_tokens) for number in range(first, first + count)]
+        return self._submit_prompts(prompts, max_new_tokens)
+
+    def _submit_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
         specs = []
-        for _ in range(count):
+        for tokens in prompts:
             self._num_requests += 1
-            tokens = prompt(self._num_requests, num_tokens)
             specs.append(RequestSpec(request_id=f"r{self._num_requests}", tokens=tokens, max_new_tokens=max_new_tokens))
         self._scheduler.submit(specs)
         return [spec.request_id for spec in specs]

@@ -1,7 +1,7 @@
 """How an engine under measurement talks to the benchmark: one process each, JSON lines on standard input and output.
 
-The first line out says what was loaded, or what is not installed; then every line in is one measurement and every line
-out its seconds. Whatever an engine prints on its own goes to standard error.
+The first line out says what was loaded, or what is not installed; then every line in is one question and every line
+out its answer. Whatever an engine prints on its own goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Engine(Protocol):
@@ -25,6 +25,19 @@ class Engine(Protocol):
 
     def decode(self, batch_size: int, context_tokens: int, num_steps: int) -> float:
         """Seconds per step while `batch_size` requests, each with `context_tokens` behind it, generate together."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """An engine that can be asked how likely a text is to it."""
+
+    def score(self, tokens: list[int]) -> float:
+        """Mean negative log-likelihood of every token but the first, given those before it; natural logarithm."""
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now. Source: proc(5), statm, in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prompt(number: int, num_tokens: int) -> list[int]:
@@ -46,7 +59,11 @@ def serve(make: Callable[[Path, int, list[str]], Engine]) -> None:
     for line in sys.stdin:
         match json.loads(line):
             case {"prefill": int(num_tokens)}:
-                seconds = engine.prefill(num_tokens)
+                value: float | None = engine.prefill(num_tokens)
             case {"decode": int(batch_size), "context": int(context_tokens), "steps": int(num_steps)}:
-                seconds = engine.decode(batch_size, context_tokens, num_steps)
-        print(json.dumps({"seconds": seconds}), file=replies)
+                value = engine.decode(batch_size, context_tokens, num_steps)
+            case {"text": [*tokens]}:
+                value = engine.score(tokens) if isinstance(engine, Scorer) else None
+            case "resident":
+                value = resident_bytes()
+        print(json.dumps({"value": value}), file=replies)

@@ -38,6 +38,11 @@ class TransformersEngine:
             tokens = output.logits[:, -1].argmax(-1, keepdim=True)
         return (time.perf_counter() - began) / num_steps
 
+    @torch.inference_mode()
+    def score(self, tokens: list[int]) -> float:
+        logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        return float(torch.nn.functional.cross_entropy(logits.double(), torch.tensor(tokens[1:])))
+
     def _first_tokens(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, DynamicCache]:
         """int64[batch, 1] after prompts of their own, and the cache behind them."""
         inputs = torch.tensor([prompt(number, num_tokens) for number in range(batch_size)])

@@ -53,6 +53,22 @@ def test_llama_requests_under_the_scheduler_get_the_exact_greedy_tokens(referenc
         assert generated[request_id] == tiny_llama.reference_greedy(reference, prompt, 20), request_id
 
 
+def test_logits_are_those_that_tokens_are_sampled_from(checkpoint) -> None:
+    prompts = [tiny_llama.random_prompt(num, seed=num) for num in (5, 11, 3)]
+    rows = [Row(request_id=str(num), tokens=prompt, wants_logits=num != 1) for num, prompt in enumerate(prompts)]
+    sampler, scorer = (make_executor(checkpoint) for _ in range(2))
+    sampled = sampler.execute(
+        BlockLedger(sampler.arena.contract).plan(rows), {row.request_id: SamplingParams(num_logprobs=1) for row in rows}
+    )
+    logits = scorer.logits(BlockLedger(scorer.arena.contract).plan(rows))
+    wanted = [token for token in sampled if token is not None]
+    assert logits.shape == (len(wanted), checkpoint.config.vocab_size) == (2, checkpoint.config.vocab_size)
+    logprobs = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    for token, row in zip(wanted, logprobs, strict=True):
+        assert token.token_id == int(row.argmax())
+        assert token.logprob == pytest.approx(float(row[token.token_id]))
+
+
 def test_llama_tokens_after_a_prefix_hit_are_exact(reference, checkpoint) -> None:
     shared = tiny_llama.random_prompt(3 * GRAIN, seed=50)
     run = FusedRun(make_executor(checkpoint))
