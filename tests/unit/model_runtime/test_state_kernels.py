@@ -199,7 +199,15 @@ def test_a_checkpoint_is_the_state_that_a_chunk_up_to_there_leaves(
     assert torch.equal(at_once, step_by_step)
 
 
-@pytest.mark.parametrize("make_large", [lambda: conv_problem(600, 1024), lambda: delta_problem(300, value_dim=200)])
+@pytest.mark.parametrize(
+    "make_large",
+    [
+        lambda: conv_problem(600, 1024),
+        lambda: delta_problem(300, value_dim=200),
+        lambda: scan_problem(300, value_dim=200),
+    ],
+    ids=["convolution", "delta rule", "selective scan"],
+)
 def test_threads_change_no_bit(make_large: Callable[[], Problem]) -> None:
     problem = make_large()
     num_tokens = next(iter(problem.inputs.values())).shape[0]
