@@ -320,6 +320,13 @@ bool Scheduler::IsStillBlocked(const Request& request, bool is_local, std::int32
   if (!request.max_new_tokens && num_budget_tokens < request.blocked->num_budget_tokens) {
     return false;
   }
+  // Behind a hit on the host the device's own blocks are claimed that its hit does not reach, so what it asks
+  // for is known only when it is looked up.
+  if (coordinator_.has_host_tier() &&
+      (request.blocked->publication_version != coordinator_.publication_version() ||
+       request.blocked->capacity_version != coordinator_.capacity_version())) {
+    return false;
+  }
   const std::int32_t next_grain = request.blocked->num_hit_grains;
   const bool can_grow = next_grain < NumGrainsToMatch(request) &&
                         request.blocked->publication_version != coordinator_.publication_version();

@@ -386,7 +386,10 @@ std::uint64_t CacheCoordinator::publication_version() const {
   for (const PrefixCacheIndex* index : indexes_) {
     version += index->num_publications();
   }
-  return version;
+  for (std::int32_t group = 0; host_ && group < num_groups(); ++group) {
+    version += host_->index(group).num_publications();
+  }
+  return version + (shadow_ ? shadow_->num_registrations() : 0);
 }
 
 void CacheCoordinator::Publish(std::span<BlockTable> tables, std::uint64_t epoch,

@@ -48,6 +48,7 @@ void StorageShadow::Register(std::span<const CacheKey> keys) {
     known_.MoveToBack(**key);
   }
   known_.ShrinkTo(max_keys_);
+  num_registrations_ += front.empty() ? 0 : 1;
 }
 
 void StorageShadow::RegisterWritten(std::span<const CacheKey> keys, std::span<const CacheKey> created) {

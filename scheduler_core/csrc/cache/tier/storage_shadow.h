@@ -21,6 +21,8 @@ class StorageShadow {
 
   bool Contains(const CacheKey& key) const { return known_.Contains(key); }
   std::int64_t num_keys() const { return known_.size(); }
+  // Counts the registrations; a prefix that was looked up before can have grown only if it changed.
+  std::uint64_t num_registrations() const { return num_registrations_; }
   std::int64_t num_unreadable_keys() const { return unreadable_.size(); }
 
   // Storage has these keys of one prefix, front first. When they are too many the front of the prefix is kept
@@ -52,6 +54,7 @@ class StorageShadow {
   };
 
   std::int64_t max_keys_;
+  std::uint64_t num_registrations_ = 0;
   KeyLine known_;
   KeyLine unreadable_;
 };
