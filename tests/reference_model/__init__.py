@@ -12,6 +12,7 @@ everything else is common to them. `checks.py` says what must hold whatever was 
 from reference_model.books import Books
 from reference_model.checks import require_sound
 from reference_model.group_policies import FullHistory, GroupPolicy, SlidingWindow, State
+from reference_model.groups import Key
 from reference_model.requests import Phase, Request
 from reference_model.scheduler import ReferenceScheduler, RefusedSubmission
 from reference_model.transitions import BrokenContract
@@ -22,9 +23,11 @@ from reference_model.values import (
     Gauges,
     GroupKind,
     GroupShape,
+    LoadDone,
     Plan,
     Role,
     SchedulerShape,
+    StoreDone,
     Submission,
 )
 
@@ -39,6 +42,8 @@ __all__ = [
     "GroupKind",
     "GroupPolicy",
     "GroupShape",
+    "Key",
+    "LoadDone",
     "Phase",
     "Plan",
     "ReferenceScheduler",
@@ -48,6 +53,7 @@ __all__ = [
     "SchedulerShape",
     "SlidingWindow",
     "State",
+    "StoreDone",
     "Submission",
     "require_sound",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from reference_model.chunking import chunk_end, replay_tokens
-from reference_model.coordinator import Coordinator, Hit, Publication
+from reference_model.coordinator import Admitted, Coordinator, Hit, Publication, StoreScope
 from reference_model.group_policies import Boundary, Completed, GroupPolicy, Span
-from reference_model.groups import Prefix
+from reference_model.groups import Key, Prefix
 from reference_model.requests import Phase, Request
 from reference_model.values import Role, SchedulerShape, Submission
 
@@ -96,25 +97,41 @@ class Books:
 
     # The first admission.
 
-    def admit(self, request: Request, budget_tokens: int | None) -> Outcome:
+    def admit(self, request: Request, budget_tokens: int | None, *, may_read_storage: bool = True) -> Outcome:
         """Everything or nothing. A local prompt computes at once what the budget allows, a remote one (no budget) is
         filled whole. If it does not fit behind its hits, which may be scattered over more parents than a compact table
         takes, it is tried without them. Only of one that fits does it matter whether there is budget for a chunk."""
         request.did_not_fit = False
-        for hit in self.hits_to_try(request):
+        hits = self.hits_to_try(request)
+        if hits[0].reads_storage() and not may_read_storage:
+            return Outcome.NO_BUDGET
+        for hit in hits:
             span = self.first_span(request, hit, budget_tokens)
-            if self.coordinator.fits(hit, span):
+            while self.coordinator.fits(hit, span):
                 if span.begin == span.end:
                     return Outcome.NO_BUDGET
-                self.admit_behind(request, hit, span)
-                return Outcome.ADMITTED
+                admitted = self.coordinator.admit(f"table of {request.request_id}", hit, span)
+                if isinstance(admitted, Admitted):
+                    self.note_admitted(request, hit, span, admitted)
+                    return Outcome.ADMITTED
+                hit = self.shorter(hit, admitted)
+                span = self.first_span(request, hit, budget_tokens)
+                if span.begin == span.end:
+                    return Outcome.NO_BUDGET
         request.did_not_fit = True
         return Outcome.DOES_NOT_FIT
+
+    def shorter(self, hit: Hit, tokens: int) -> Hit:
+        """Matched again up to there. The closed groups back what they did behind the longer hit."""
+        again = self.coordinator.probe_device(hit.prefixes)
+        again = self.coordinator.extend(again, tokens // self.shape.prefix_granularity)
+        return replace(again, closed_tokens=hit.closed_tokens if hit.closed_tokens > hit.tokens else again.tokens)
 
     def hits_to_try(self, request: Request) -> list[Hit]:
         """The last prompt token is never taken from the cache: computing it gives the first logits."""
         num_grains = (request.num_prompt_tokens - 1) // self.shape.prefix_granularity
-        prefixes = self.prefixes(request, num_grains)
+        has_snapshot = self.coordinator.tiers is not None and request.num_retractions > 0
+        prefixes = self.prefixes(request, num_grains, is_kept=has_snapshot)
         hit = self.coordinator.probe(prefixes, is_state_sent=request.is_remote)
         return [hit] if hit.tokens == 0 else [hit, self.coordinator.probe([])]
 
@@ -148,11 +165,13 @@ class Books:
         is_last = end == request.num_prompt_tokens
         return max(num_tokens, request.num_prompt_tokens + self.step_tokens(request)) if is_last else num_tokens
 
-    def admit_behind(self, request: Request, hit: Hit, span: Span) -> None:
-        admitted = self.coordinator.admit(f"table of {request.request_id}", hit, span)
+    def note_admitted(self, request: Request, hit: Hit, span: Span, admitted: Admitted) -> None:
         request.tables, request.epoch, request.uses = admitted.tables, admitted.epoch, admitted.uses
         request.slot = self.free_slots()[0]
         request.num_hit_tokens = hit.tokens
+        below_tokens = hit.tokens - hit.device_tokens
+        storage_tokens = admitted.storage_hit_tokens
+        request.hits = (hit.device_tokens, below_tokens - storage_tokens, storage_tokens)
         request.num_published_grains = hit.tokens // self.shape.prefix_granularity
         has_stop = not request.is_remote and hit.closed_tokens > hit.tokens
         request.promotion_tokens = hit.closed_tokens if has_stop else 0
@@ -183,10 +202,10 @@ class Books:
         room. None, with nothing changed, if a full group cannot have the room: only the last chunk wants more than the
         prompt. Gives the ids of fresh blocks by group, of one group after the other."""
         span = self.span(request, request.num_computed_tokens, end)
-        secured = self.coordinator.secure(request.tables, span.num_secured_tokens)
+        secured = self.coordinator.secure(request.tables, span.begin, span.num_secured_tokens)
         if secured is None:
             return None
-        self.publish_pending(request)
+        self.publish_pending(request, self.scope_of_prompt())
         self.coordinator.slide(request.tables, span.begin)
         fresh = self.coordinator.grow(request.tables, span)
         self.note_computed(request, span)
@@ -198,12 +217,13 @@ class Books:
         one group after the other."""
         end = len(request.tokens) - 1 + sum(request.results_out) + num_input_tokens
         num_covered_tokens = max(end, request.num_covered_tokens)
-        secured = self.coordinator.secure(request.tables, self.tokens_to_secure(request, num_covered_tokens))
+        num_tokens = self.tokens_to_secure(request, num_covered_tokens)
+        secured = self.coordinator.secure(request.tables, request.num_computed_tokens, num_tokens)
         if secured is None:
             return None
         is_first = request.phase is not Phase.DECODING
         request.reserve_tokens = 0
-        self.publish_pending(request)
+        self.publish_pending(request, self.scope_of_prompt() if is_first else self.scope_of_completion())
         self.coordinator.slide(request.tables, request.num_computed_tokens)
         request.num_covered_tokens = num_covered_tokens
         fresh = self.coordinator.cover(request.tables, num_covered_tokens)
@@ -233,15 +253,25 @@ class Books:
 
     # Publishing.
 
-    def prefixes(self, request: Request, num_grains: int) -> list[Prefix]:
-        return request.prefixes(self.shape.prefix_granularity, num_grains if self.shape.enable_prefix_cache else 0)
+    def prefixes(self, request: Request, num_grains: int, *, is_kept: bool = False) -> list[Prefix]:
+        is_kept = is_kept or self.shape.enable_prefix_cache
+        return request.prefixes(self.shape.prefix_granularity, num_grains if is_kept else 0)
 
-    def publish_pending(self, request: Request) -> None:
+    def scope_of_prompt(self) -> StoreScope:
+        """The decode role has its prompts from a peer and copies what a retraction would lose, nothing else."""
+        return StoreScope.NOTHING if self.shape.role is Role.DECODE else StoreScope.EVERYTHING
+
+    def scope_of_completion(self) -> StoreScope:
+        return StoreScope.NOTHING if self.shape.role is Role.DECODE else StoreScope.WINDOWS
+
+    def publish_pending(
+        self, request: Request, stored: StoreScope = StoreScope.NOTHING, *, is_kept: bool = False
+    ) -> None:
         """Publishes the full grains whose results have landed since the last time. On the prefill role a transfer may
         still read a block that turns out to be a duplicate."""
         grain = self.shape.prefix_granularity
         num_grains = request.num_computed_tokens // grain
-        prefixes = self.prefixes(request, num_grains)
+        prefixes = self.prefixes(request, num_grains, is_kept=is_kept)
         if len(prefixes) <= request.num_published_grains:
             return
         is_boundary_of_prompt = num_grains * grain == request.boundary_tokens
@@ -257,6 +287,7 @@ class Books:
             epoch=request.epoch,
             uses=request.uses,
             keeps_duplicates=self.shape.role is Role.PREFILL,
+            stored=stored,
         )
         self.coordinator.publish(request.tables, publication)
         request.num_published_grains = num_grains
@@ -266,7 +297,21 @@ class Books:
         that it left, whatever boundary that was."""
         if request.phase is Phase.PREFILLING:
             request.boundary = max(request.boundary, Boundary.ENDPOINT)
+        tiers = self.coordinator.tiers
+        self.publish_pending(request, is_kept=tiers is not None)
+        if tiers is not None:
+            for key in self.keys_of_snapshot(request):
+                tiers.store_ahead(key)
+
+    def publish_at_end(self, request: Request) -> None:
         self.publish_pending(request)
+        if self.coordinator.tiers is not None and self.shape.role is not Role.DECODE:
+            for key in self.keys_of_snapshot(request):
+                self.coordinator.tiers.queue_store(key)
+
+    def keys_of_snapshot(self, request: Request) -> list[Key]:
+        prefixes = self.prefixes(request, request.num_published_grains, is_kept=True)
+        return self.coordinator.keys_of_snapshot(prefixes)
 
     # Returning.
 

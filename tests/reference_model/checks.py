@@ -41,6 +41,10 @@ def require_balanced_owners(books: Books) -> None:
             count(entry.block, INDEX)
         for block in books.coordinator.promises.kept[group.position]:
             count(block, KEPT)
+    if books.coordinator.tiers is not None:
+        for transfer in books.coordinator.tiers.transfers():
+            if transfer.is_device_held:
+                count(transfer.device, transfer.name)
     said = Counter((id(block), owner) for block in books.coordinator.pool.taken for owner in block.owners)
     assert held == said
     assert all(block.owners == [KEPT] for block in blocks.values() if KEPT in block.owners)

@@ -21,6 +21,15 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """The identity of a block: of a grain the one at `offset`, in the group at that position."""
+
+    group: int
+    prefix: Prefix
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Use:
     """What the eviction policy notes about a block; under LRU nothing. Smaller `value`s go first."""
 
@@ -66,18 +75,28 @@ class Group:
 
     def find(self, prefixes: Sequence[Prefix], slot: int) -> Entry | None:
         """One prefix stands for several blocks, told apart by their offset in the grain."""
+        key = self.key_of(prefixes, slot)
+        return self.find_key(key.prefix, key.offset)
+
+    def key_of(self, prefixes: Sequence[Prefix], slot: int) -> Key:
         grain, offset = divmod(slot, self.slots_per_grain)
+        return Key(self.position, prefixes[grain], offset)
+
+    def find_key(self, prefix: Prefix, offset: int) -> Entry | None:
         for entry in self.entries:
-            if entry.offset == offset and entry.prefix == prefixes[grain]:
+            if entry.offset == offset and entry.prefix == prefix:
                 return entry
         return None
 
     def enter(
         self, prefixes: Sequence[Prefix], slot: int, block: Block, epoch: int, boundary: Boundary, use: Use
     ) -> None:
-        grain, offset = divmod(slot, self.slots_per_grain)
-        end_token = (slot + 1) * self.shape.block_granularity
-        self.entries.append(Entry(prefixes[grain], offset, block, end_token, epoch, boundary, use))
+        self.enter_key(self.key_of(prefixes, slot), block, epoch, boundary, use)
+
+    def enter_key(self, key: Key, block: Block, epoch: int, boundary: Boundary, use: Use) -> None:
+        num_later_slots = self.slots_per_grain - 1 - key.offset
+        end_token = len(key.prefix.tokens) - num_later_slots * self.shape.block_granularity
+        self.entries.append(Entry(key.prefix, key.offset, block, end_token, epoch, boundary, use))
         block.owners.append(INDEX)
 
     def evictable(self) -> list[Entry]:

@@ -9,6 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+TRANSFER = "transfer "
+
+
+def transfer_name(number: int) -> str:
+    return f"{TRANSFER}{number}"
+
+
+def is_transfer(owner: str) -> bool:
+    return owner.startswith(TRANSFER)
+
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -73,13 +83,32 @@ class Pool:
         if all(len(slots) == packing for slots in used.values()):
             used = {self.empty.pop(0): []}
         loads = [sum(block.bucket == bucket for block in beside) for bucket in range(num_buckets)]
-        _, bucket, _, lcm_block, slot = min(
+        _, _, _, lcm_block, slot = min(
             (loads[slot % num_buckets], slot % num_buckets, -len(slots), lcm_block, slot)
             for lcm_block, slots in used.items()
             for slot in range(packing)
             if slot not in slots
         )
-        block = Block(group, lcm_block, slot, 1 + (lcm_block - 1) * packing + slot, bucket, [owner])
+        return self.take(group, lcm_block, slot, owner)
+
+    def acquire_in(self, group: int, bucket: int, owner: str) -> Block | None:
+        """Placement in one bucket: there the fullest parent that the group has bound, else a parent that is empty."""
+        used = self.used_slots(group)
+        slots_there = range(bucket, self.packing[group], self.shard_counts[group])
+        free = [
+            (-len(taken), lcm_block, slot)
+            for lcm_block, taken in used.items()
+            for slot in slots_there
+            if slot not in taken
+        ]
+        if free:
+            _, lcm_block, slot = min(free)
+            return self.take(group, lcm_block, slot, owner)
+        return self.take(group, self.empty.pop(0), bucket, owner) if self.empty else None
+
+    def take(self, group: int, lcm_block: int, slot: int, owner: str) -> Block:
+        block_id = 1 + (lcm_block - 1) * self.packing[group] + slot
+        block = Block(group, lcm_block, slot, block_id, slot % self.shard_counts[group], [owner])
         self.taken.append(block)
         return block
 

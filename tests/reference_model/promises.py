@@ -11,9 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from reference_model.evictions import Victim, plan_evictions
 from reference_model.groups import INDEX, Entry, Group
-from reference_model.pool import Block, Pool, Table
+from reference_model.pool import Block, Pool, Table, is_transfer
 
 KEPT = "kept"
+
+
+def is_held(block: Block) -> bool:
+    """By somebody else than the cache and transfers: what those hold comes back to the pool, not to a table."""
+    return any(owner != INDEX and not is_transfer(owner) for owner in block.owners)
 
 
 class Promises:
@@ -31,13 +36,17 @@ class Promises:
 
     def num_missing_without(self, group: Group, num_more: int, gone: Collection[str]) -> int:
         """The same if these owners and their promises were gone."""
-        left = [block for block in self.pool.of_group(group.position) if not set(block.owners) <= {INDEX, *gone}]
+        left = [
+            block
+            for block in self.pool.of_group(group.position)
+            if is_held(block) and not set(block.owners) <= {INDEX, *gone}
+        ]
         numbers = [numbers[group.position] for owner, numbers in self.promised.items() if owner not in gone]
         return sum(numbers) + num_more - len(left)
 
     def num_missing(self, group: Group, num_more: int = 0, claimed: Sequence[Entry | None] = ()) -> int:
         """Blocks to acquire if `num_more` were promised and the entries claimed; negative if there are too many."""
-        there = [block for block in self.pool.of_group(group.position) if block.owners != [INDEX]]
+        there = [block for block in self.pool.of_group(group.position) if is_held(block)]
         claimed_now = [entry for entry in claimed if entry is not None and entry.block not in there]
         return self.num_promised(group) + num_more - len(there) - len(claimed_now)
 
@@ -79,6 +88,21 @@ class Promises:
         block = [block for block in kept if block.bucket == fullest][-1]
         kept.remove(block)
         self.pool.release(block, KEPT)
+
+    def take_in(self, owner: str, group: Group, bucket: int) -> Block | None:
+        """What a load of the owner fills, in that bucket: the longest kept; else one of the pool for another kept one.
+        None if there is neither."""
+        kept = self.kept[group.position]
+        assert kept, f"{owner} outgrew what it was promised in {group.shape.group_id}"
+        for block in kept:
+            if block.bucket == bucket:
+                kept.remove(block)
+                block.owners = [owner]
+                return block
+        block = self.pool.acquire_in(group.position, bucket, owner)
+        if block is not None:
+            self.give_one_back(group)
+        return block
 
     def take(self, table: Table, group: Group) -> Block:
         """For the table's next slot: the longest kept of the bucket in which the table has least."""

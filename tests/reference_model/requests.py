@@ -60,6 +60,7 @@ class Request:
     slot: int = 0
     epoch: int = 0
     num_hit_tokens: int = 0
+    hits: tuple[int, int, int] = (0, 0, 0)  # device, host, storage
     num_computed_tokens: int = 0
     num_covered_tokens: int = 0
     num_published_grains: int = 0

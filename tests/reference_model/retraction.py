@@ -36,7 +36,11 @@ def resolve_blocked(current: Round) -> Resolution:
     blocked = current.blocked
     has_prefill = bool(current.prefill_rows or current.plan.remote_prefills)
     if blocked is not None and not has_prefill and not fits_by_now(current, blocked, resolution):
-        make_room_for(current, blocked, resolution)
+        # What a transfer holds comes free by itself and may be all that is missing. Stores that did not begin yet wait.
+        tiers = current.books.coordinator.tiers
+        current.holds_stores_back = tiers is not None and bool(tiers.pinned_stores)
+        if tiers is None or not (tiers.pinned_stores or tiers.has_load()):
+            make_room_for(current, blocked, resolution)
     is_alone = current.books.shape.role is Role.DECODE and current.prefill_rows
     if was_yielding is not None and was_yielding is not resolution.yielding and not is_alone:
         current.yielding = resolution.yielding

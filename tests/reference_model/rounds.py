@@ -35,6 +35,8 @@ class Round:
         self.yielding = yielding
         self.first_in_line = first_in_line
         self.blocked: Request | None = None  # the first that found no memory
+        self.has_later_chunk = False
+        self.holds_stores_back = False  # somebody waits for what a pinned store holds
         self.plan = Plan(zero_blocks=[[] for _ in books.shape.groups])
         self.prefill_rows: list[Row] = []
         self.decode_rows: list[Row] = []
@@ -59,7 +61,7 @@ class Round:
         What a prompt needs to get anywhere is left to it; what it does not use goes to further decodes."""
         spared_tokens = self.spared_tokens()
         self.plan_decodes(spared_tokens)
-        if self.plan_resident_chunks():
+        if self.plan_resident_chunks() and self.plan_readmission() and self.next_readmission() is None:
             self.plan_new_prompts()
         if spared_tokens:
             self.plan_decodes()
@@ -71,7 +73,8 @@ class Round:
             is_pending = self.can_take_row(resident[0])
         else:
             waiting = [request for request in self.waiting_line() if not request.is_complete]
-            is_pending = bool(waiting and self.books.free_slots())
+            has_any = bool(waiting) or self.next_readmission() is not None
+            is_pending = has_any and bool(self.books.free_slots())
         return least_budget(self.books.shape) if is_pending else 0
 
     def plan_decode_role(self, *, was_local_prefill: bool) -> bool:
@@ -100,7 +103,7 @@ class Round:
     def plan_handovers(self) -> None:
         """Once, when the first token has landed. The request has no row any more, so its slot returns."""
         for request in self.books.in_phase(Phase.PREFILL_DONE):
-            self.books.publish_pending(request)
+            self.books.publish_pending(request, self.books.scope_of_prompt())
             self.plan.handovers.append(Handover(request.request_id, request.tokens[-1]))
             request.phase, request.slot = Phase.HANDING_OVER, 0
 
@@ -171,17 +174,24 @@ class Round:
                 return
 
     def waiting_line(self) -> list[Request]:
-        """On the fused role a retracted request stands among the new ones, in the place of its submission."""
-        if self.books.shape.role is Role.FUSED:
+        """A retracted request that does not come first stands among the new ones, in the place of its submission."""
+        if not self.books.shape.readmits_first:
             return self.books.in_phase(Phase.WAITING, Phase.RETRACTED)
         return self.books.in_phase(Phase.WAITING)
 
     def next_readmission(self) -> Request | None:
-        """Decode role: those with output first, then the one that was retracted first."""
-        if self.books.shape.role is Role.FUSED:
+        """Those with output first, then the one that was retracted first."""
+        if not self.books.shape.readmits_first:
             return None
         waiting = [request for request in self.books.in_phase(Phase.RETRACTED) if not request.is_complete]
         return min(waiting, key=lambda each: (not each.has_output, each.retraction_epoch), default=None)
+
+    def plan_readmission(self) -> bool:
+        """One at most. False if it leaves its prompt incomplete."""
+        readmission = self.next_readmission()
+        if readmission is None or not self.has_room() or not self.books.free_slots():
+            return True
+        return self.start_prompt(readmission) is not Outcome.ADMITTED or readmission.phase is not Phase.PREFILLING
 
     def may_start(self) -> bool:
         """The prefill role computes ahead of grants, but only so many prompts."""
@@ -233,19 +243,21 @@ class Round:
                 zeroed += fresh
 
     def admit(self, request: Request, budget_tokens: int | None) -> Outcome:
-        outcome = self.books.admit(request, budget_tokens)
+        """On the prefill role a prompt that reads from storage does not run beside a later chunk of another."""
+        may_read_storage = self.books.shape.role is not Role.PREFILL or not self.has_later_chunk
+        outcome = self.books.admit(request, budget_tokens, may_read_storage=may_read_storage)
         if outcome is Outcome.ADMITTED:
             num_hit_slots = [policy.num_hit_slots(request.num_hit_tokens) for policy in self.books.policies]
             tables = [table.slots[num:] for num, table in zip(num_hit_slots, request.tables, strict=True)]
             self.note_fresh([[block.block_id for block in slots if block is not None] for slots in tables])
-            self.plan.admissions.append(Admission(request.request_id, request.num_hit_tokens))
+            self.plan.admissions.append(Admission(request.request_id, *request.hits))
         elif outcome is Outcome.DOES_NOT_FIT and self.may_ask(request):
             self.note_blocked(request)
         return outcome
 
     def may_ask(self, request: Request) -> bool:
-        """For others to give way: not who gave way itself, nor on the decode role who comes back."""
-        is_new = request.phase in NEVER_RAN or self.books.shape.role is Role.FUSED
+        """For others to give way: not who gave way itself, nor who comes back before new ones."""
+        is_new = request.phase in NEVER_RAN or not self.books.shape.readmits_first
         return is_new and request.num_retractions == 0
 
     def start_remote_prompt(self, request: Request) -> Outcome:
@@ -282,6 +294,7 @@ class Round:
             self.note_blocked(request)
             return Outcome.DOES_NOT_FIT
         self.note_fresh(*fresh)
+        self.has_later_chunk = True
         self.send_chunk(request, begin)
         return Outcome.ADMITTED
 
@@ -298,6 +311,9 @@ class Round:
     def build(self) -> Plan:
         plan = self.plan
         lay_out(self.books.shape, plan, self.prefill_rows, self.decode_rows)
+        tiers = self.books.coordinator.tiers
+        if tiers is not None:
+            plan.stores, plan.loads = tiers.start(holds_stores_back=self.holds_stores_back)
         contents.compute(self.books.shape, self.books.policies, self.prefill_rows)
         lists = (
             plan.request_ids,
@@ -306,6 +322,8 @@ class Round:
             plan.admissions,
             plan.retracted,
             plan.finished,
+            plan.stores,
+            plan.loads,
         )
         plan.is_empty = not any(lists)
         return plan

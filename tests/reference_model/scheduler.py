@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from reference_model import contents
 from reference_model.books import Books
 from reference_model.group_policies import GroupPolicy, policy_of
-from reference_model.groups import INDEX, Group
+from reference_model.groups import INDEX, Group, Key
 from reference_model.pool import Block
 from reference_model.requests import HAS_ENDED, HOLDS_NOTHING, Phase, Request
 from reference_model.retraction import Resolution, give_blocks_back, has_anything_out, resolve_blocked
 from reference_model.rounds import Round
-from reference_model.transitions import View, early_end, judge
-from reference_model.values import Event, EventKind, Gauges, GroupShape, Plan, Role, SchedulerShape, Submission
+from reference_model.transitions import BrokenTransfer, View, early_end, judge
+from reference_model.values import (
+    Event,
+    EventKind,
+    Gauges,
+    GroupShape,
+    LoadDone,
+    Plan,
+    Role,
+    SchedulerShape,
+    StoreDone,
+    Submission,
+)
+
+AnyEvent: TypeAlias = Event | StoreDone | LoadDone
+CAN_BE_GIVEN_UP = (Phase.PREFILLING, Phase.AWAITING_RESULT, Phase.PREFILL_DONE, Phase.DECODING)
 
 
 class RefusedSubmission(Exception):
@@ -32,6 +47,7 @@ class ReferenceScheduler:
         self.yielding: Request | None = None  # the next to give its blocks back
         self.first_in_line: Request | None = None  # decode role: others gave theirs back for it
         self.num_stalled_plans = 0
+        self.loading_plan: list[tuple[int, list[Request]]] = []  # of the newest plan its load, and whose rows it has
 
     def make_policy(self, group: GroupShape) -> GroupPolicy:
         return policy_of(self.shape, group)
@@ -67,19 +83,59 @@ class ReferenceScheduler:
 
     # Events.
 
-    def advance(self, events: Sequence[Event]) -> None:
+    def advance(self, events: Sequence[AnyEvent]) -> None:
         """Judges all events on views of the requests before the first is applied, so a bad one leaves no trace. Those
         of unknown requests change nothing."""
         views = {request.request_id: View.of(request) for request in self.books.requests}
-        to_apply: list[Event] = []
+        to_apply: list[AnyEvent] = []
         for event in events:
-            if event.request_id in views:
+            if not isinstance(event, Event):
+                if isinstance(event, LoadDone) and not event.is_success:
+                    to_apply += self.judge_failed_load(event, views)
+                to_apply.append(event)
+            elif event.request_id in views:
                 after = judge(self.shape.role, views[event.request_id], event)
                 if after is not None:
                     views[event.request_id] = after
                     to_apply.append(event)
         for event in to_apply:
-            self.apply(self.request(event.request_id), event)
+            if isinstance(event, Event):
+                self.apply(self.request(event.request_id), event)
+            else:
+                self.complete(event)
+
+    def judge_failed_load(self, failed: LoadDone, views: dict[str, View]) -> list[AnyEvent]:
+        """Nothing of its plan ran, so whoever has a row there starts over. It must be told before the next plan, and
+        when no results but those of that plan are out."""
+        tiers = self.books.coordinator.tiers
+        if tiers is None or failed.operation_id not in tiers.loads:
+            return []
+        words = ("load_done", f"operation {failed.operation_id}")
+        rows = [rows for operation_id, rows in self.loading_plan if operation_id == failed.operation_id]
+        if not rows:
+            raise BrokenTransfer(*words, "before the next plan")
+        given_up: list[AnyEvent] = []
+        for request in rows[0]:
+            view = views.get(request.request_id)
+            if request not in self.books.requests or view is None or view.phase not in CAN_BE_GIVEN_UP:
+                continue
+            if len(view.results_out) != 1:
+                raise BrokenTransfer(*words, f'"{request.request_id}"')
+            views[request.request_id] = view.after(Phase.RETRACTED)
+            given_up.append(Event(EventKind.RETRACT, request.request_id))
+        return given_up
+
+    def complete(self, done: StoreDone | LoadDone) -> None:
+        """Of a transfer that is not under way it changes nothing."""
+        coordinator = self.books.coordinator
+        if coordinator.tiers is None:
+            return
+        if isinstance(done, StoreDone):
+            coordinator.tiers.complete_store(coordinator.pool, done.operation_id, done.created)
+        else:
+            coordinator.tiers.complete_load(
+                coordinator.pool, done.operation_id, done.missed, is_success=done.is_success
+            )
 
     def request(self, request_id: str) -> Request:
         return next(request for request in self.books.requests if request.request_id == request_id)
@@ -96,7 +152,7 @@ class ReferenceScheduler:
                 request.is_granted = True
             case EventKind.FINISH:
                 if request.is_resident:
-                    self.books.publish_pending(request)
+                    self.books.publish_at_end(request)
                 self.end(request)
             case EventKind.RETRACT:
                 give_blocks_back(self.books, request)
@@ -156,6 +212,8 @@ class ReferenceScheduler:
             self.was_local_prefill = self.was_local_prefill or outcome.was_local_prefill
         self.first_in_line = current.first_in_line
         plan = current.build()
+        rows = [row.request for row in current.prefill_rows + current.decode_rows]
+        self.loading_plan = [(load.operation_id, rows) for load in plan.loads]
         self.count_stall(plan)
         return plan
 
@@ -164,7 +222,9 @@ class ReferenceScheduler:
 
     def count_stall(self, plan: Plan) -> None:
         """Plans in a row without anything in them while requests live and nobody owes an answer."""
-        is_stalled = plan.is_empty and bool(self.books.requests) and not has_anything_out(self.books)
+        tiers = self.books.coordinator.tiers
+        is_out = has_anything_out(self.books) or (tiers is not None and not tiers.is_idle())
+        is_stalled = plan.is_empty and bool(self.books.requests) and not is_out
         self.num_stalled_plans = self.num_stalled_plans + 1 if is_stalled else 0
         if self.num_stalled_plans in [1024 << doubling for doubling in range(20)]:
             plan.num_stalled_plans = self.num_stalled_plans
@@ -172,14 +232,34 @@ class ReferenceScheduler:
     # The cache.
 
     def can_clear(self) -> bool:
-        """Not while a request lives."""
-        return all(request.phase is Phase.FINISHED for request in self.books.requests)
+        """Not while a request lives or a transfer is under way."""
+        tiers = self.books.coordinator.tiers
+        is_idle = tiers is None or tiers.is_idle()
+        return is_idle and all(request.phase is Phase.FINISHED for request in self.books.requests)
 
-    def clear_cache(self) -> bool:
+    def clear_device_cache(self) -> bool:
         if not self.can_clear():
             return False
         self.books.coordinator.clear()
         return True
+
+    def clear_cache(self) -> bool:
+        """Both tiers, and what is known of storage."""
+        if not self.clear_device_cache():
+            return False
+        if self.books.coordinator.tiers is not None:
+            self.books.coordinator.tiers.clear()
+        return True
+
+    def register_storage_keys(self, keys: Sequence[Key]) -> None:
+        tiers = self.books.coordinator.tiers
+        if tiers is not None and tiers.shadow is not None:
+            tiers.shadow.register(keys)
+
+    def unregister_storage_keys(self, keys: Sequence[Key]) -> None:
+        tiers = self.books.coordinator.tiers
+        if tiers is not None and tiers.shadow is not None:
+            tiers.shadow.forget(keys)
 
     # Views.
 
@@ -203,7 +283,22 @@ class ReferenceScheduler:
             num_waiting=sum(request.phase in HOLDS_NOTHING for request in live),
             num_running=sum(request.phase not in HOLDS_NOTHING + HAS_ENDED for request in live),
             num_live_requests=len(live),
+            **self.host_gauges(),
         )
+
+    def host_gauges(self) -> dict[str, int]:
+        tiers = self.books.coordinator.tiers
+        parents = (
+            [] if tiers is None else [tiers.pool.children_of(each + 1) for each in range(tiers.pool.num_lcm_blocks)]
+        )
+        empty = sum(not children for children in parents)
+        cached = sum(bool(children) and all(each.owners == [INDEX] for each in children) for children in parents)
+        return {
+            "total_host_lcm_blocks": len(parents),
+            "empty_host_lcm_blocks": empty,
+            "active_host_lcm_blocks": len(parents) - empty - cached,
+            "cached_host_lcm_blocks": cached,
+        }
 
     def quarantined_blocks(self) -> list[Block]:
         tables = [table for request in self.books.in_phase(Phase.QUARANTINED) for table in request.tables]
@@ -227,6 +322,14 @@ class ReferenceScheduler:
             f" active={gauges.active_lcm_blocks} cached={gauges.cached_lcm_blocks}"
             f" quarantined={gauges.quarantined_lcm_blocks}",
         ]
+        tiers = self.books.coordinator.tiers
+        if tiers is not None:
+            lines.append(
+                f"host_lcm_blocks total={gauges.total_host_lcm_blocks} empty={gauges.empty_host_lcm_blocks}"
+                f" active={gauges.active_host_lcm_blocks} cached={gauges.cached_host_lcm_blocks}"
+            )
+        if tiers is not None and tiers.shadow is not None:
+            lines.append(f"storage keys={len(tiers.shadow.known)} unreadable={len(tiers.shadow.unreadable)}")
         lines += self.books.coordinator.eviction.describe()
         lines += [self.line_of(group) for group in self.books.coordinator.groups]
         for request in self.books.requests:
@@ -237,6 +340,8 @@ class ReferenceScheduler:
         coordinator = self.books.coordinator
         line = f"group {group.shape.group_id} free_slots={coordinator.pool.num_free_slots(group.position)}"
         line += f" entries={len(group.entries)} evictable={len(group.evictable())}"
+        if coordinator.tiers is not None:
+            line += f" host_entries={len(coordinator.tiers.groups[group.position].entries)}"
         if not group.policy.is_closed:
             line += f" promised={coordinator.promises.num_promised(group)}"
             line += f" kept={len(coordinator.promises.kept[group.position])}"

@@ -11,9 +11,19 @@ from reference_model.values import Event, EventKind, Role
 class BrokenContract(Exception):
     """An event that cannot be meant; its whole batch is refused. `words` must be in the message about it."""
 
+    words: tuple[str, ...]
+
     def __init__(self, event: Event, phase: Phase) -> None:
         self.words = (event.kind.value, f'"{event.request_id}"', phase.value)
         super().__init__(f"{event} in {phase.value}")
+
+
+class BrokenTransfer(BrokenContract):
+    """The failure of a load that cannot be meant."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+        Exception.__init__(self, " ".join(words))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,13 @@ class SchedulerShape:
     verify_width: int = 1
     overlap_depth: int = 0
     eviction: Eviction = Eviction.LRU
+    num_host_lcm_blocks: int = 0
+    enable_storage: bool = False
+
+    @property
+    def readmits_first(self) -> bool:
+        """A retracted request whose return is cheap, or that a peer cannot prefill again, comes before new ones."""
+        return self.role is Role.DECODE or (self.role is Role.FUSED and self.num_host_lcm_blocks > 0)
 
     @property
     def overlap_tokens(self) -> int:
@@ -97,6 +104,45 @@ class Event:
     kind: EventKind
     request_id: str
     tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDone:
+    """`created`: keys (see `groups.py`) that storage did not have before."""
+
+    operation_id: int
+    created: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """Without success the rows of the load's plan were not run; `missed`: keys that storage did not have."""
+
+    operation_id: int
+    is_success: bool = True
+    missed: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    group: int
+    source: int
+    destination: int
+    key: object
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOperation:
+    operation_id: int
+    is_pinned: bool
+    copies: list[Copy]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOperation:
+    operation_id: int
+    copies: list[Copy]
+    reads_storage: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +186,9 @@ class Plan:
     state_output_slots: list[list[int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     block_tables: list[list[list[int]]] = field(default_factory=list)
+    stores: list[StoreOperation] = field(default_factory=list)
     zero_blocks: list[list[int]] = field(default_factory=list)
+    loads: list[LoadOperation] = field(default_factory=list)
     remote_prefills: list[RemotePrefill] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -162,3 +210,7 @@ class Gauges:
     num_waiting: int
     num_running: int
     num_live_requests: int
+    total_host_lcm_blocks: int
+    empty_host_lcm_blocks: int
+    active_host_lcm_blocks: int
+    cached_host_lcm_blocks: int

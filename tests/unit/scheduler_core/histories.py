@@ -7,12 +7,14 @@ meaning when an earlier one is left out. A move that concerns nobody does nothin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
 
 from hypothesis import strategies as st
-from reference_model import Event, EventKind, Phase, Request, Role, SchedulerShape, Submission
+from reference_model import Event, EventKind, Key, LoadDone, Phase, Request, Role, SchedulerShape, StoreDone, Submission
+from reference_model.tiers import Tiers
+from reference_model.values import Plan
 
 from .shapes import NUMBERS, Digits, shape_of
 from .side_by_side import SideBySide
@@ -122,7 +124,7 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class MakePlan:
     def play(self, history: History) -> None:
-        history.sides.plan()
+        history.plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Step:
     overlaps: bool
 
     def play(self, history: History) -> None:
-        plan = history.sides.plan()
+        plan = history.plan()
         ahead = plan.request_ids if self.overlaps and history.sides.shape.overlap_depth else []
         role = history.sides.shape.role
         if role is Role.PREFILL:
@@ -185,17 +187,95 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class ClearCache:
+    """Of both tiers, or of the device alone."""
+
+    has_host: bool = True
+
     def play(self, history: History) -> None:
-        history.sides.clear_cache()
+        if self.has_host:
+            history.sides.clear_cache()
+        else:
+            history.sides.clear_device_cache()
 
 
-Move: TypeAlias = Submit | MakePlan | Step | Happen | ClearCache
+@dataclass(frozen=True, slots=True)
+class EndTransfers:
+    """Acknowledges stores and loads under way, those that a bit of `picks` stands for, some of them twice or late."""
+
+    picks: int
+
+    def play(self, history: History) -> None:
+        tiers = history.tiers()
+        if tiers is not None:
+            under_way = [*tiers.free_stores, *tiers.pinned_stores, *tiers.loads]
+            history.end_transfers([each for at, each in enumerate(under_way) if self.picks >> at & 1], self.picks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoseStorage:
+    """Something is no longer there although it was said to be, or was put there by somebody else."""
+
+    pick: int
+    is_known: bool
+
+    def play(self, history: History) -> None:
+        keys = history.keys_of_storage
+        if keys:
+            key = keys[self.pick % len(keys)]
+            history.lost.symmetric_difference_update([key])
+            if self.is_known:
+                history.sides.unregister_storage_keys([key])
+
+
+Move: TypeAlias = Submit | MakePlan | Step | Happen | ClearCache | EndTransfers | LoseStorage
 Drawn: TypeAlias = tuple[SchedulerShape, list[Move]]
 
 
 @dataclass(slots=True)
 class History:
+    """`keys_of_storage`: whatever was written there; `lost`: those of them that are not there now."""
+
     sides: SideBySide
+    keys_of_storage: list[Key] = field(default_factory=list)
+    lost: set[Key] = field(default_factory=set)
+
+    def tiers(self) -> Tiers | None:
+        return self.sides.model.books.coordinator.tiers
+
+    def plan(self) -> Plan:
+        """With what the runtime does for it: storage is asked before, and a load that misses fails at once if the
+        rows of the plan are all that is out."""
+        if self.sides.shape.enable_storage:
+            self.ask_storage()
+        plan = self.sides.plan()
+        for load in plan.loads:
+            reads = [copy.key for copy, is_read in zip(load.copies, load.reads_storage, strict=True) if is_read]
+            missed = tuple(key for key in reads if key in self.lost)
+            if missed or (load.operation_id % 7 == 0 and not reads):
+                self.sides.advance([LoadDone(load.operation_id, False, missed)])
+        return plan
+
+    def ask_storage(self) -> None:
+        """What is asked for, is there and may be read is said to be there."""
+        asked = set(self.sides.native.storage_queries())
+        there = [key for key in self.keys_of_storage if self.sides.native_key(key) in asked and key not in self.lost]
+        there.sort(key=lambda key: len(key.prefix.tokens))
+        if there:
+            self.sides.register_storage_keys(there)
+
+    def end_transfers(self, operation_ids: list[int], number: int = 0) -> None:
+        tiers = self.tiers()
+        assert tiers is not None
+        for operation_id in operation_ids:
+            stores = tiers.pinned_stores.get(operation_id) or tiers.free_stores.get(operation_id)
+            if stores is None:
+                self.sides.advance([LoadDone(operation_id)] * (1 + number % 2))
+                continue
+            created = [store.key for store in stores if store.key not in self.keys_of_storage or store.key in self.lost]
+            if self.sides.shape.enable_storage:
+                self.keys_of_storage += [key for key in created if key not in self.keys_of_storage]
+                self.lost.difference_update(created)
+            self.sides.advance([StoreDone(operation_id, tuple(created))] * (1 + number % 2))
 
     def play(self, moves: list[Move]) -> None:
         for move in moves:
@@ -207,7 +287,11 @@ class History:
         if self.sides.shape.role is not Role.FUSED:
             self.sides.advance([self.event(EventKind.QUIESCED, request) for request in self.requests()])
         self.sides.plan()
+        tiers = self.tiers()
+        if tiers is not None:
+            self.end_transfers([*tiers.free_stores, *tiers.pinned_stores, *tiers.loads])
         assert self.sides.clear_cache()
+        assert self.sides.model.gauges().empty_host_lcm_blocks == self.sides.shape.num_host_lcm_blocks
         assert self.sides.model.gauges().empty_lcm_blocks == self.sides.shape.num_lcm_blocks
 
     def advance(self, events: list[Event]) -> None:
@@ -316,7 +400,9 @@ MAKERS: tuple[MoveMaker, ...] = (
     *[submit_of] * 6,
     *[happen_of] * 6,
     *[disturb_of] * 2,
-    lambda role, number: ClearCache(),
+    lambda role, number: ClearCache(has_host=number % 2 == 1),
+    *[lambda role, number: EndTransfers(number)] * 5,
+    lambda role, number: LoseStorage(number // 2, is_known=number % 2 == 1),
 )
 
 

@@ -116,4 +116,11 @@ def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
         num_blocks = max(policy.held_at_most(capacity_tokens, capacity_tokens, is_local=way) for way in ways)
         num_times = 1 if group.kind is GroupKind.FULL else num_requests
         num_lcm_blocks += -(-num_times * num_blocks // group.cache_blocks_per_lcm_block)
-    return replace(shape, num_lcm_blocks=num_lcm_blocks)
+    num_host_lcm_blocks = sizes.of((0, 2, num_lcm_blocks, 2 * num_lcm_blocks))
+    enable_storage = num_host_lcm_blocks > 0 and sizes.below(2) == 1
+    return replace(
+        shape,
+        num_lcm_blocks=num_lcm_blocks,
+        num_host_lcm_blocks=num_host_lcm_blocks,
+        enable_storage=enable_storage,
+    )

@@ -14,15 +14,19 @@ from reference_model import (
     Gauges,
     GroupKind,
     GroupShape,
+    Key,
+    LoadDone,
     Plan,
     ReferenceScheduler,
     RefusedSubmission,
     Role,
     SchedulerShape,
+    StoreDone,
     Submission,
     require_sound,
 )
-from reference_model.values import Admission, Handover, RemotePrefill
+from reference_model.scheduler import AnyEvent
+from reference_model.values import Admission, Handover, LoadOperation, RemotePrefill, StoreOperation
 
 import scheduler_core as sc
 
@@ -72,8 +76,8 @@ class SideBySide:
             require_accepted(sc.SubmitError, lambda: self.native.submit(specs))
         self.compare()
 
-    def advance(self, events: Sequence[Event]) -> None:
-        native_events = [native_event(event) for event in events]
+    def advance(self, events: Sequence[AnyEvent]) -> None:
+        native_events = [self.native_event(event) for event in events]
         try:
             self.model.advance(events)
         except BrokenContract as broken:
@@ -86,12 +90,55 @@ class SideBySide:
         plan = self.model.next_plan()
         native = self.native.next_plan()
         for each in fields(Plan):
-            require_equal(f"plan.{each.name}", listed(getattr(native, each.name)), getattr(plan, each.name))
+            require_equal(f"plan.{each.name}", listed(getattr(native, each.name)), self.told(getattr(plan, each.name)))
         for group, table in enumerate(native.block_tables):
             width = max(map(len, plan.block_tables[group]), default=0)
             require_equal(f"shape of table {group}", table.shape, (plan.num_rows, width))
         self.compare()
         return plan
+
+    def told(self, value: object) -> object:
+        """Transfers as (operation, flags, copies, keys), the rest as it is."""
+        match value:
+            case [StoreOperation(), *_] | [LoadOperation(), *_]:
+                return [self.told(each) for each in value]
+            case StoreOperation() | LoadOperation():
+                flags = value.is_pinned if isinstance(value, StoreOperation) else value.reads_storage
+                copies = [[copy.group, copy.source, copy.destination] for copy in value.copies]
+                return value.operation_id, flags, copies, [self.native_key(copy.key) for copy in value.copies]
+            case _:
+                return value
+
+    def native_key(self, key: object) -> sc.StorageKey:
+        assert isinstance(key, Key)
+        digest = last_digest_of(key.prefix.tokens, self.shape.prefix_granularity, key.prefix.extra_keys)
+        return sc.StorageKey(group=key.group, digest=digest, grain_offset=key.offset)
+
+    def native_event(self, event: AnyEvent) -> sc.Event | sc.StoreDoneEvent | sc.LoadDoneEvent:
+        match event:
+            case StoreDone():
+                return sc.StoreDoneEvent(event.operation_id, [self.native_key(key) for key in event.created])
+            case LoadDone():
+                missed = [self.native_key(key) for key in event.missed]
+                return sc.LoadDoneEvent(event.operation_id, event.is_success, missed)
+            case _:
+                return native_event(event)
+
+    def register_storage_keys(self, keys: Sequence[Key]) -> None:
+        self.model.register_storage_keys(keys)
+        self.native.register_storage_keys([self.native_key(key) for key in keys])
+        self.compare()
+
+    def unregister_storage_keys(self, keys: Sequence[Key]) -> None:
+        self.model.unregister_storage_keys(keys)
+        self.native.unregister_storage_keys([self.native_key(key) for key in keys])
+        self.compare()
+
+    def clear_device_cache(self) -> bool:
+        is_clear = self.model.clear_device_cache()
+        require_equal("clear_device_cache", self.native.clear_device_cache(), is_clear)
+        self.compare()
+        return is_clear
 
     def clear_cache(self) -> bool:
         is_clear = self.model.clear_cache()
@@ -111,7 +158,8 @@ class SideBySide:
             expected = self.model.block_tables(request.request_id)
             require_equal(f"tables of {request.request_id}", tables, expected)
         self.num_comparisons += 1
-        if self.num_comparisons % 3 == 0:  # so that changes between two drains have to cancel
+        has_events = self.shape.enable_prefix_cache  # without it a snapshot is published, and not told
+        if has_events and self.num_comparisons % 3 == 0:  # so that changes between two drains have to cancel
             self.compare_announced_prefixes()
 
     def compare_announced_prefixes(self) -> None:
@@ -143,6 +191,11 @@ def last_hash_of(tokens: tuple[int, ...], prefix_granularity: int) -> int:
     return hashes_of(tokens, prefix_granularity)[-1]
 
 
+@lru_cache(maxsize=4096)
+def last_digest_of(tokens: tuple[int, ...], prefix_granularity: int, extra_keys: tuple[bytes, ...]) -> bytes:
+    return sc.hash_grains(list(tokens), prefix_granularity, list(extra_keys))[-1]
+
+
 def native_group(group: GroupShape) -> sc.CacheGroupConfig:
     is_sliding = group.kind is GroupKind.SLIDING
     return sc.CacheGroupConfig(
@@ -171,6 +224,8 @@ def native_config(shape: SchedulerShape) -> sc.SchedulerConfig:
         verify_width=shape.verify_width,
         overlap_depth=shape.overlap_depth,
         eviction_policy=EVICTIONS[shape.eviction],
+        num_host_lcm_blocks=shape.num_host_lcm_blocks,
+        enable_storage=shape.enable_storage,
     )
 
 
@@ -200,6 +255,10 @@ def listed(value: object) -> object:
         case sc.RemotePrefill():
             block_ids = [ids.tolist() for ids in value.block_ids]
             return RemotePrefill(value.request_id, value.from_token, value.first_slots, block_ids)
+        case sc.StoreOperation():
+            return value.operation_id, value.is_pinned, value.copies.tolist(), value.keys
+        case sc.LoadOperation():
+            return value.operation_id, value.reads_storage.tolist(), value.copies.tolist(), value.keys
         case sc.Handover():
             return Handover(value.request_id, value.token)
         case sc.Admission():
