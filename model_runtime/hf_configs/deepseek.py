@@ -35,6 +35,7 @@ def read_deepseek_v3(directory: Path, keys: JsonKeys) -> ModelConfig:
 def read_deepseek_v32(directory: Path, keys: JsonKeys) -> ModelConfig:
     """Raises CheckpointError naming the key, ValueError for values that contradict each other."""
     keys.integer("q_lora_rank")  # the indexer's queries are made of it
+    keys.refuse_others({"rope_interleave": (True, None)})
     index = SparseIndexConfig(
         num_heads=keys.integer("index_n_heads"),
         head_dim=keys.integer("index_head_dim"),
@@ -99,10 +100,12 @@ def _read_experts(
     keys: JsonKeys, *, score: ExpertScore, is_grouped: bool, group_score: GroupScore, has_choice_bias: bool
 ) -> ExpertsConfig:
     num_layers, first_sparse = keys.integer("num_hidden_layers"), keys.integer("first_k_dense_replace", 0)
-    keys.refuse_others({"moe_layer_freq": (1, None)})
+    is_sparse = tuple(layer >= first_sparse for layer in range(num_layers))
+    labels = ["sparse" if sparse else "dense" for sparse in is_sparse]
+    keys.refuse_others({"mlp_layer_types": (None, labels), "moe_layer_freq": (1, None)})
     intermediate_size = keys.integer("moe_intermediate_size")
     return ExpertsConfig(
-        is_sparse=tuple(layer >= first_sparse for layer in range(num_layers)),
+        is_sparse=is_sparse,
         num_experts=keys.integer("n_routed_experts"),
         num_experts_per_token=keys.integer("num_experts_per_tok"),
         intermediate_size=intermediate_size,

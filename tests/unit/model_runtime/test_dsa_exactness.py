@@ -72,6 +72,8 @@ def test_rows_behind_an_indexer_cannot_be_shared_by_context_ranks(tmp_path: Path
         ({"index_n_heads": 0}, "sparse_index.num_heads must be at least 1, got 0"),
         ({"index_head_dim": 4}, "index_head_dim 4 is less than the 8 dimensions that turn"),
         ({"q_lora_rank": None}, 'key "q_lora_rank" must be an integer, is None'),
+        ({"rope_interleave": False}, 'key "rope_interleave" is False, supported is True'),
+        ({"mlp_layer_types": ["sparse"] * 3}, 'key "mlp_layer_types" is'),
         ({"index_n_heads": 16}, r'indexer.wq_b.weight" has shape \[640, 28\], expected \[320, 28\]'),
     ],
 )
