@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-mesh bench-model bench-scheduler bench-trace clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-mesh bench-model bench-scheduler bench-states bench-trace clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 
 bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, LLAMA_CPP and VLLM=pythons that have them)
 	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) $(if $(VLLM),--vllm $(VLLM))
+
+bench-states: setup ## kernels of recurrent layers beside what the machine allows
+	@$(BIN)/python bench/bench_states.py
 
 bench-scheduler: setup ## CPU time per scheduled request
 	@$(BIN)/python bench/bench_scheduler.py
