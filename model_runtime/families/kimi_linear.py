@@ -8,8 +8,9 @@ from cache_runtime.recipes.hybrid import HybridCacheRecipe, StateField
 from cache_runtime.recipes.rows import RowField
 from model_runtime.config import ModelConfig
 from model_runtime.family import CacheBudget, ModelFamily
+from model_runtime.layers.delta_net import delta_net_of
 from model_runtime.layers.latent_attention import declare_latent_attention, latent_of
-from model_runtime.models.kimi_linear import KimiLinearModel, delta_net_of, kimi_linear_tensor_shapes
+from model_runtime.models.kimi_linear import KimiLinearModel, kimi_linear_tensor_shapes
 
 
 def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:

@@ -9,7 +9,8 @@ from cache_runtime.recipes.rows import key_value_fields
 from model_runtime.config import ModelConfig
 from model_runtime.family import CacheBudget, ModelFamily
 from model_runtime.layers.attention import declare_attention
-from model_runtime.models.qwen3_next import Qwen3NextModel, delta_net_of, qwen3_next_tensor_shapes
+from model_runtime.layers.delta_net import delta_net_of
+from model_runtime.models.qwen3_next import Qwen3NextModel, qwen3_next_tensor_shapes
 
 
 def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:

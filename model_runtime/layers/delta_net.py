@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import torch
 
+from model_runtime.config import ModelConfig
+from model_runtime.errors import CheckpointError
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layers.recurrence import CachedStates
+
+
+def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
+    """Raises CheckpointError for a config without recurrent layers."""
+    if config.delta_net is None:
+        raise CheckpointError(f"{config.architecture}: the config names no recurrent layers")
+    return config.delta_net
 
 
 class DeltaNet:

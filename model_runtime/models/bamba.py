@@ -1,7 +1,7 @@
 """The Bamba family: Mamba-2 state spaces, a few layers of attention between them, and a dense network behind each.
 
 Source: Dao and Gu 2024, "Transformers are SSMs"; tensor names and numerics of transformers' BambaForCausalLM. T is
-tokens of the forward, L rows that want logits.
+tokens of the forward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
-from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
@@ -20,7 +19,8 @@ from model_runtime.layer_configs.mamba2 import Mamba2Config
 from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
 from model_runtime.layers.mamba2 import Mamba2, mamba2_shapes
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
-from model_runtime.layers.rotary import Angles, RotaryTable
+from model_runtime.layers.rotary import Angles
+from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -64,8 +64,8 @@ class BambaLayer:
         )
 
     @property
-    def declaration(self) -> CacheLayer:
-        return self._mixer.cached.declaration
+    def declarations(self) -> tuple[CacheLayer, ...]:
+        return (self._mixer.cached.declaration,)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         normed = self._mixer_norm(hidden)  # [T, hidden]
@@ -76,27 +76,10 @@ class BambaLayer:
         return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
 
 
-class BambaModel:
+class BambaModel(Decoder):
     """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable.of(config)
-        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
-        self._layers = tuple(BambaLayer(layer, builder) for layer in range(config.num_layers))
-        self._norm = builder.norm("model.final_layernorm.weight")  # [hidden]
-        # [vocab, hidden]
-        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
-
-    @property
-    def cache_layers(self) -> tuple[CacheLayer, ...]:
-        return tuple(layer.declaration for layer in self._layers)
-
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Logits float32[L, vocab] of the batch's `logit_tokens`; rows and states are written on the way."""
-        angles = self._rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
-        for layer in self._layers:
-            hidden = layer(hidden, angles, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
-        return self._head(last)  # [L, vocab]
+        blocks = [BambaLayer(layer, builder) for layer in range(config.num_layers)]
+        super().__init__(builder, blocks, builder.norm("model.final_layernorm.weight"))

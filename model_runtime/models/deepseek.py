@@ -3,7 +3,7 @@
 In V3.2 an indexer chooses the rows that a token attends to.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3", 2025, "DeepSeek-V3.2"; tensor names and numerics of
-transformers' DeepseekV2ForCausalLM and its successors. T is tokens of the forward, L rows that want logits.
+transformers' DeepseekV2ForCausalLM and its successors. T is tokens of the forward.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
-from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes, latent_of
-from model_runtime.layers.rotary import Angles, RotaryTable
+from model_runtime.layers.rotary import Angles
 from model_runtime.layers.sparse_index import SparseIndex, sparse_index_shapes
+from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -71,28 +71,10 @@ class DeepseekLayer:
         return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
 
 
-class DeepseekModel:
+class DeepseekModel(Decoder):
     """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        latent_of(config)
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable.of(config)
-        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
-        self._layers = tuple(DeepseekLayer(layer, builder) for layer in range(config.num_layers))
-        self._norm = builder.norm("model.norm.weight")  # [hidden]
-        # [vocab, hidden]
-        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
-
-    @property
-    def cache_layers(self) -> tuple[PagedAttention, ...]:
-        return tuple(declaration for layer in self._layers for declaration in layer.declarations)
-
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
-        angles = self._rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
-        for layer in self._layers:
-            hidden = layer(hidden, angles, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
-        return self._head(last)  # [L, vocab]
+        blocks = [DeepseekLayer(layer, builder) for layer in range(config.num_layers)]
+        super().__init__(builder, blocks, builder.norm("model.norm.weight"))

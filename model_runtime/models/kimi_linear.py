@@ -12,23 +12,15 @@ import torch
 
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
-from model_runtime.errors import CheckpointError
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
-from model_runtime.layer_configs.delta_net import DeltaNetConfig
+from model_runtime.layers.delta_net import delta_net_of
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.kimi_delta import KimiDelta, kimi_delta_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes
 from model_runtime.weights import Shape, TensorSource
-
-
-def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
-    """Raises CheckpointError for a config without recurrent layers."""
-    if config.delta_net is None:
-        raise CheckpointError(f"{config.architecture}: the config names no recurrent layers")
-    return config.delta_net
 
 
 def kimi_linear_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:

@@ -1,7 +1,7 @@
 """The Llama family: dense pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
 Source: Touvron et al. 2023, "Llama 2"; tensor names and numerics of transformers' LlamaForCausalLM. Query, key and
-value projections are one product, and so are gate and up. T is tokens of the forward, L rows that want logits.
+value projections are one product, and so are gate and up. T is tokens of the forward.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
-from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
-from model_runtime.layers.rotary import Angles, RotaryTable
+from model_runtime.layers.rotary import Angles
+from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape, TensorSource
 
 
@@ -44,35 +44,22 @@ class LlamaLayer:
         prefix = f"model.layers.{layer}."
         self._attention_norm = builder.norm(prefix + "input_layernorm.weight")  # [hidden]
         self._mlp_norm = builder.norm(prefix + "post_attention_layernorm.weight")  # [hidden]
-        self.attention = GroupedQueryAttention(layer, prefix + "self_attn.", builder)
+        self._attention = GroupedQueryAttention(layer, prefix + "self_attn.", builder)
         self._mlp = GatedMlp(prefix + "mlp.", builder)
 
+    @property
+    def declarations(self) -> tuple[PagedAttention, ...]:
+        return (self._attention.cached.declaration,)
+
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        hidden = self.attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
+        hidden = self._attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
         return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
 
 
-class LlamaModel:
+class LlamaModel(Decoder):
     """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable.of(config)
-        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
-        self._layers = tuple(LlamaLayer(layer, builder) for layer in range(config.num_layers))
-        self._norm = builder.norm("model.norm.weight")  # [hidden]
-        # [vocab, hidden]
-        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
-
-    @property
-    def cache_layers(self) -> tuple[PagedAttention, ...]:
-        return tuple(layer.attention.cached.declaration for layer in self._layers)
-
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
-        angles = self._rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
-        for layer in self._layers:
-            hidden = layer(hidden, angles, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
-        return self._head(last)  # [L, vocab]
+        blocks = [LlamaLayer(layer, builder) for layer in range(config.num_layers)]
+        super().__init__(builder, blocks, builder.norm("model.norm.weight"))

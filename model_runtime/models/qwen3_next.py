@@ -1,8 +1,7 @@
 """The Qwen3-Next family: gated delta nets and gated attention in turns, with experts behind either.
 
 Source: Qwen Team 2025, "Qwen3-Next"; tensor names and numerics of transformers' Qwen3NextForCausalLM. Norm weights,
-except those inside a delta net, are stored as their distance from one. T is tokens of the forward, L rows that want
-logits.
+except those inside a delta net, are stored as their distance from one. T is tokens of the forward.
 """
 
 from __future__ import annotations
@@ -13,27 +12,18 @@ import torch
 
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
-from model_runtime.errors import CheckpointError
-from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
-from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layer_configs.experts import ExpertsConfig
 from model_runtime.layers.attention import CachedAttention
-from model_runtime.layers.delta_net import DeltaNet, delta_net_shapes
+from model_runtime.layers.delta_net import DeltaNet, delta_net_of, delta_net_shapes
 from model_runtime.layers.experts import Experts, Router, expert_shapes, sigmoid
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
-from model_runtime.layers.rotary import Angles, RotaryTable, rotate
+from model_runtime.layers.rotary import Angles, rotate
+from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape, TensorSource
-
-
-def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
-    """Raises CheckpointError for a config without recurrent layers."""
-    if config.delta_net is None:
-        raise CheckpointError(f"{config.architecture}: the config names no recurrent layers")
-    return config.delta_net
 
 
 def qwen3_next_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -166,8 +156,8 @@ class Qwen3NextLayer:
         )
 
     @property
-    def declaration(self) -> CacheLayer:
-        return self._mixer.cached.declaration
+    def declarations(self) -> tuple[CacheLayer, ...]:
+        return (self._mixer.cached.declaration,)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         normed = self._mixer_norm(hidden)  # [T, hidden]
@@ -178,27 +168,10 @@ class Qwen3NextLayer:
         return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
 
 
-class Qwen3NextModel:
+class Qwen3NextModel(Decoder):
     """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
         builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
-        self._rotary = RotaryTable.of(config)
-        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
-        self._layers = tuple(Qwen3NextLayer(layer, builder) for layer in range(config.num_layers))
-        self._norm = _norm(builder, "model.norm.weight")  # [hidden]
-        # [vocab, hidden]
-        self._head = self._embedding.head if config.tie_word_embeddings else builder.linear("lm_head.weight")
-
-    @property
-    def cache_layers(self) -> tuple[CacheLayer, ...]:
-        return tuple(layer.declaration for layer in self._layers)
-
-    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's rows or states are left on the way."""
-        angles = self._rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
-        for layer in self._layers:
-            hidden = layer(hidden, angles, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
-        return self._head(last)  # [L, vocab]
+        blocks = [Qwen3NextLayer(layer, builder) for layer in range(config.num_layers)]
+        super().__init__(builder, blocks, _norm(builder, "model.norm.weight"))

@@ -1,0 +1,54 @@
+"""The frame of a decoder-only model: embedding, residual blocks, last norm, head. What a block is, its family says.
+
+T is tokens of the forward, L rows that want logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from cache_runtime.layer_binding import CacheLayer
+from model_runtime.forward_batch import ForwardBatch
+from model_runtime.forward_context import ForwardContext
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.rotary import Angles, RotaryTable
+
+
+class DecoderBlock(Protocol):
+    """One residual block."""
+
+    @property
+    def declarations(self) -> tuple[CacheLayer, ...]:
+        """One per cache group that the block deposits anything in."""
+
+    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+
+
+class Decoder:
+    """Blocks that all turn by the same angles."""
+
+    def __init__(self, builder: LayerBuilder, blocks: Sequence[DecoderBlock], norm: RmsNorm) -> None:
+        self._rotary = RotaryTable.of(builder.config)
+        self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
+        self._blocks = tuple(blocks)
+        self._norm = norm  # [hidden]
+        is_tied = builder.config.tie_word_embeddings
+        self._head = self._embedding.head if is_tied else builder.linear("lm_head.weight")  # [vocab, hidden]
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        return tuple(declaration for block in self._blocks for declaration in block.declarations)
+
+    def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's rows or states are left on the way."""
+        angles = self._rotary.at(batch.positions)
+        hidden = self._embedding(batch.token_ids)  # [T, hidden]
+        for block in self._blocks:
+            hidden = block(hidden, angles, context)
+        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+        return self._head(last)  # [L, vocab]
