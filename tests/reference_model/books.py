@@ -135,6 +135,12 @@ class Books:
         hit = self.coordinator.probe(prefixes, is_state_sent=request.is_remote)
         return [hit] if hit.tokens == 0 else [hit, self.coordinator.probe([])]
 
+    def storage_keys(self, request: Request) -> list[Key]:
+        """Of what no tier has of a prompt behind the device's hit, front first."""
+        num_grains = (request.num_prompt_tokens - 1) // self.shape.prefix_granularity
+        has_snapshot = self.coordinator.tiers is not None and request.num_retractions > 0
+        return self.coordinator.storage_keys(self.prefixes(request, num_grains, is_kept=has_snapshot))
+
     def first_span(self, request: Request, hit: Hit, budget_tokens: int | None) -> Span:
         if budget_tokens is None:
             return self.span(request, hit.tokens, request.num_prompt_tokens)

@@ -181,6 +181,20 @@ class Coordinator:
         first_slot = num_device_grains * group.slots_per_grain
         return all(self.tiers.has(group.key_of(prefixes, slot)) for slot in needed if slot >= first_slot)
 
+    def storage_keys(self, prefixes: list[Prefix]) -> list[Key]:
+        """Of the grains behind the device's hit, whatever the host does not have."""
+        if self.tiers is None or self.tiers.shadow is None:
+            return []
+        first_grain = self.probe_device(prefixes).tokens // self.prefix_granularity
+        keys = [
+            Key(group.position, prefix, offset)
+            for prefix in prefixes[first_grain:]
+            for group in self.groups
+            if not group.shape.is_replayable
+            for offset in range(group.slots_per_grain)
+        ]
+        return [key for key in keys if self.tiers.find(key) is None]
+
     def num_backed(self, groups: Sequence[Group], prefixes: list[Prefix], bound: int) -> int:
         for num_grains in reversed(range(1, bound + 1)):
             if all(self.backs(group, prefixes, num_grains) for group in groups):

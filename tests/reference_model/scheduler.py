@@ -251,6 +251,11 @@ class ReferenceScheduler:
             self.books.coordinator.tiers.clear()
         return True
 
+    def storage_queries(self) -> list[list[Key]]:
+        """What storage may be asked for, by local prompt that waits."""
+        waiting = [*self.books.in_phase(Phase.WAITING), *self.books.in_phase(Phase.RETRACTED)]
+        return [self.books.storage_keys(request) for request in waiting if not request.is_remote]
+
     def register_storage_keys(self, keys: Sequence[Key]) -> None:
         tiers = self.books.coordinator.tiers
         if tiers is not None and tiers.shadow is not None:

@@ -118,6 +118,8 @@ class Submit:
         for prompt in self.prompts:
             used = [each.request_id for each in (*history.requests(), *submissions)]
             submissions.append(history.submission_of(prompt, used))
+            if not prompt.flaw:
+                history.prompts[prompt] = None
         history.sides.submit(submissions)
 
 
@@ -213,7 +215,8 @@ class EndTransfers:
 
 @dataclass(frozen=True, slots=True)
 class LoseStorage:
-    """Something is no longer there although it was said to be, or was put there by somebody else."""
+    """Something is no longer there, or is back, put there by somebody else. If it is not known to be lost, storage goes
+    on to say that it has it, and cannot read it."""
 
     pick: int
     is_known: bool
@@ -222,22 +225,57 @@ class LoseStorage:
         keys = history.keys_of_storage
         if keys:
             key = keys[self.pick % len(keys)]
-            history.lost.symmetric_difference_update([key])
+            changed = history.lost if self.is_known else history.torn
+            changed.symmetric_difference_update([key])
             if self.is_known:
                 history.sides.unregister_storage_keys([key])
 
 
-Move: TypeAlias = Submit | MakePlan | Step | Happen | ClearCache | EndTransfers | LoseStorage
+@dataclass(frozen=True, slots=True)
+class ComeAgain:
+    """Runs on for a while, ends what is left and all copying, and clears the device or both tiers. Then some of the
+    prompts that were there come again, and are planned once. After a step they may give way."""
+
+    number: int
+
+    def play(self, history: History) -> None:
+        digits = Digits(self.number)
+        num_steps, num_prompts = digits.of((4, 8, 2)), 1 + digits.below(3)
+        has_host, first, ends_stores = digits.of((False, False, True)), digits.below(8), digits.below(4) != 3
+        for _ in range(num_steps):
+            Step(ends=True, overlaps=False).play(history)
+        history.end_all(ends_stores=ends_stores)
+        ClearCache(has_host=has_host).play(history)
+        if has_host and digits.below(2) == 1:
+            LoseStorage(digits.below(8), is_known=False).play(history)
+        seen = list(history.prompts)
+        if seen:
+            Submit(tuple(seen[(first + at) % len(seen)] for at in range(num_prompts))).play(history)
+            if history.sides.shape.role is Role.DECODE:
+                history.advance([history.event(EventKind.READY, each) for each in history.in_phase(EventKind.READY)])
+        history.plan()
+        if history.sides.shape.role is not Role.PREFILL and digits.below(2) == 1:
+            history.advance(
+                [history.event(ANSWERS[each.phase], each) for each in history.requests() if each.results_out]
+            )
+            Step(ends=False, overlaps=False).play(history)
+            history.advance([history.event(EventKind.RETRACT, each) for each in history.in_phase(EventKind.RETRACT)])
+
+
+Move: TypeAlias = Submit | MakePlan | Step | Happen | ClearCache | EndTransfers | LoseStorage | ComeAgain
 Drawn: TypeAlias = tuple[SchedulerShape, list[Move]]
 
 
 @dataclass(slots=True)
 class History:
-    """`keys_of_storage`: whatever was written there; `lost`: those of them that are not there now."""
+    """`keys_of_storage`: whatever was written there; `lost`: those of them that are not there now, `torn`: those that
+    are said to be there and cannot be read. `prompts`: those that can come again, in order."""
 
     sides: SideBySide
     keys_of_storage: list[Key] = field(default_factory=list)
     lost: set[Key] = field(default_factory=set)
+    torn: set[Key] = field(default_factory=set)
+    prompts: dict[Prompt, None] = field(default_factory=dict)
 
     def tiers(self) -> Tiers | None:
         return self.sides.model.books.coordinator.tiers
@@ -250,14 +288,17 @@ class History:
         plan = self.sides.plan()
         for load in plan.loads:
             reads = [copy.key for copy, is_read in zip(load.copies, load.reads_storage, strict=True) if is_read]
-            missed = tuple(key for key in reads if key in self.lost)
-            if missed or (load.operation_id % 7 == 0 and not reads):
+            missed = tuple(key for key in reads if key in self.lost or key in self.torn)
+            if missed or load.operation_id % 5 == 0:
                 self.sides.advance([LoadDone(load.operation_id, False, missed)])
         return plan
 
     def ask_storage(self) -> None:
-        """What is asked for, is there and may be read is said to be there."""
-        asked = set(self.sides.native.storage_queries())
+        """What is asked for and is there is said to be there. Of some pools others write everything to storage too."""
+        asked = set(self.sides.storage_queries())
+        if self.sides.shape.num_lcm_blocks % 2 == 0:
+            keys = [key for keys in self.sides.model.storage_queries() for key in keys]
+            self.keys_of_storage += [key for key in dict.fromkeys(keys) if key not in self.keys_of_storage]
         there = [key for key in self.keys_of_storage if self.sides.native_key(key) in asked and key not in self.lost]
         there.sort(key=lambda key: len(key.prefix.tokens))
         if there:
@@ -269,27 +310,37 @@ class History:
         for operation_id in operation_ids:
             stores = tiers.pinned_stores.get(operation_id) or tiers.free_stores.get(operation_id)
             if stores is None:
-                self.sides.advance([LoadDone(operation_id)] * (1 + number % 2))
+                if number % 8 == 7:  # a failure that comes too late is refused, and one may name what was not read
+                    self.sides.advance([LoadDone(operation_id, False, tuple(self.keys_of_storage[:2]))])
+                missed = tuple(self.keys_of_storage[:1]) if number % 4 == 2 else ()  # of no effect on a success
+                self.sides.advance([LoadDone(operation_id, missed=missed)] * (1 + number % 2))
                 continue
-            created = [store.key for store in stores if store.key not in self.keys_of_storage or store.key in self.lost]
+            readable = set(self.keys_of_storage) - self.lost - self.torn
+            created = [store.key for store in stores if store.key not in readable]
             if self.sides.shape.enable_storage:
                 self.keys_of_storage += [key for key in created if key not in self.keys_of_storage]
                 self.lost.difference_update(created)
+                self.torn.difference_update(created)
             self.sides.advance([StoreDone(operation_id, tuple(created))] * (1 + number % 2))
 
     def play(self, moves: list[Move]) -> None:
         for move in moves:
             move.play(self)
 
-    def come_to_rest(self) -> None:
-        """Ends everything. Then each parent is empty or cached, and after a clear all are empty."""
+    def end_all(self, *, ends_stores: bool = True) -> None:
+        """Every request, and what is copied after it, the stores only if they are to."""
         self.sides.advance([self.event(EventKind.ABORT, request) for request in self.requests()])
         if self.sides.shape.role is not Role.FUSED:
             self.sides.advance([self.event(EventKind.QUIESCED, request) for request in self.requests()])
         self.sides.plan()
         tiers = self.tiers()
         if tiers is not None:
-            self.end_transfers([*tiers.free_stores, *tiers.pinned_stores, *tiers.loads])
+            stores = [*tiers.free_stores, *tiers.pinned_stores]
+            self.end_transfers([*(stores if ends_stores else stores[1:]), *tiers.loads])
+
+    def come_to_rest(self) -> None:
+        """Ends everything. Then each parent is empty or cached, and after a clear all are empty."""
+        self.end_all()
         assert self.sides.clear_cache()
         assert self.sides.model.gauges().empty_host_lcm_blocks == self.sides.shape.num_host_lcm_blocks
         assert self.sides.model.gauges().empty_lcm_blocks == self.sides.shape.num_lcm_blocks
@@ -300,6 +351,9 @@ class History:
 
     def requests(self) -> list[Request]:
         return self.sides.model.books.requests
+
+    def in_phase(self, kind: EventKind) -> list[Request]:
+        return [request for request in self.requests() if request.phase in EXPECTED[kind]]
 
     def event(self, kind: EventKind, request: Request, token_shift: int = 0) -> Event:
         """With what such an event has to say; a generated token is its own position unless shifted."""
@@ -356,12 +410,13 @@ class History:
 
 
 def prompt_of(role: Role, digits: Digits) -> Prompt:
+    local_prefill = role is Role.DECODE and digits.below(2) == 1
     return Prompt(
         num_tokens=1 + digits.below(36),
         max_new_tokens=digits.of((0, 1, 2, 3, 4, 5, 6, 20, None, None, None)),
         stem=digits.below(3),
         fork_token=digits.of((0, 4, 8, 10, 16)),
-        local_prefill=role is Role.DECODE and digits.below(2) == 1,
+        local_prefill=local_prefill,
         extra_keys=digits.of(((), (), (), (), (), (b"a",), (b"b", b""))),
         flaw=digits.of(("",) * 18 + ("empty", "negative", "used id", "max_new_tokens", "too long")),
     )
@@ -403,6 +458,7 @@ MAKERS: tuple[MoveMaker, ...] = (
     lambda role, number: ClearCache(has_host=number % 2 == 1),
     *[lambda role, number: EndTransfers(number)] * 5,
     lambda role, number: LoseStorage(number // 2, is_known=number % 2 == 1),
+    *[lambda role, number: ComeAgain(number)] * 4,
 )
 
 

@@ -105,6 +105,7 @@ def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
         overlap_depth=sizes.below(2),
         eviction=digits.of(list(Eviction)) if enable_prefix_cache else Eviction.LRU,
     )
+    host, enable_storage = sizes.below(6), sizes.below(3) > 0
     least = max(least_budget(shape), shape.verify_width)
     is_tight = sizes.below(2) == 1 and least_budget(shape) > 0
     shape = replace(shape, token_budget=least + sizes.below(4) if is_tight else max(shape.token_budget, least))
@@ -116,11 +117,10 @@ def shape_of(role: Role, number: int, other_number: int) -> SchedulerShape:
         num_blocks = max(policy.held_at_most(capacity_tokens, capacity_tokens, is_local=way) for way in ways)
         num_times = 1 if group.kind is GroupKind.FULL else num_requests
         num_lcm_blocks += -(-num_times * num_blocks // group.cache_blocks_per_lcm_block)
-    num_host_lcm_blocks = sizes.of((0, 2, num_lcm_blocks, 2 * num_lcm_blocks))
-    enable_storage = num_host_lcm_blocks > 0 and sizes.below(2) == 1
+    num_host_lcm_blocks = (0, num_lcm_blocks, 2 * num_lcm_blocks, 2, num_lcm_blocks, 1 + num_lcm_blocks // 2)[host]
     return replace(
         shape,
         num_lcm_blocks=num_lcm_blocks,
         num_host_lcm_blocks=num_host_lcm_blocks,
-        enable_storage=enable_storage,
+        enable_storage=enable_storage and num_host_lcm_blocks > 0,
     )

@@ -124,6 +124,15 @@ class SideBySide:
             case _:
                 return native_event(event)
 
+    def storage_queries(self) -> list[sc.StorageKey]:
+        """Which prompts are likely to start next the core tells; of each all is asked for that neither tier has."""
+        asked = self.native.storage_queries()
+        require_equal("storage queries, once each", len(set(asked)), len(asked))
+        by_request = [set(map(self.native_key, keys)) for keys in self.model.storage_queries()]
+        expected = {key for keys in by_request if keys.issubset(asked) for key in keys}
+        require_equal("storage queries", set(asked), expected)
+        return asked
+
     def register_storage_keys(self, keys: Sequence[Key]) -> None:
         self.model.register_storage_keys(keys)
         self.native.register_storage_keys([self.native_key(key) for key in keys])
