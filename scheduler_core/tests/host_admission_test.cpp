@@ -296,6 +296,55 @@ TEST(HostAdmission, ALoadThatItsOwnerHasNoRoomForIsComputedInstead) {
   EXPECT_EQ(last[0].block_ids()[0], 4);
 }
 
+// behaviour: R7
+TEST(HostAdmission, OneThatFindsNoRoomForItsLoadsTakesNothingFromTheOthersPromises) {
+  TierFixture fixture(4, 6, {SlidingGroup(5, 4), FullGroup(4, 4, 2)}, kHost, 3);
+  fixture.ComputeToHost(1);
+  std::vector<BlockTable> tables = fixture.coordinator.MakeTables();
+  std::vector<GroupDemand> demands = fixture.DemandsBehind(0, 12);
+  demands[0].num_promised_blocks = 4;  // three are taken
+  const auto held = fixture.coordinator.AdmitFirst(tables, fixture.coordinator.ProbePrefix({}, 0), demands);
+  ASSERT_TRUE(held);
+  ASSERT_EQ(fixture.coordinator.reserve().num_kept(0), 1);
+  PrefixProbe probe = fixture.coordinator.ProbePrefix(fixture.digests, 1);
+  ASSERT_EQ(probe.hit_tokens, 4);
+  std::vector<BlockTable> last = fixture.coordinator.MakeTables();
+  std::vector<std::int64_t> hits;
+  const auto admission = fixture.coordinator.AdmitFirst(
+      last, probe, [&](const PrefixProbe& tried) -> std::optional<std::vector<GroupDemand>> {
+        hits.push_back(tried.hit_tokens);
+        if (tried.hit_tokens == 0) {
+          return std::nullopt;
+        }
+        return fixture.DemandsBehind(tried.hit_tokens, 4);
+      });
+  EXPECT_FALSE(admission);
+  EXPECT_EQ(hits, (std::vector<std::int64_t>{4, 0}));
+  EXPECT_EQ(fixture.coordinator.reserve().num_kept(0), 1);
+  EXPECT_EQ(fixture.coordinator.reserve().NumMissing(0, 0), 0);
+}
+
+// behaviour: O4, N9
+TEST(HostAdmission, AWindowBlockThatALoadHoldsStaysInItsSlotWhenAnotherHasItsContent) {
+  TierFixture fixture(4, 4, {SlidingGroup(9, 4)}, {.num_host_lcm_blocks = 4, .enable_storage = true}, 3);
+  fixture.PutInStorage(0, {0});
+  TierRequest first = fixture.Admit(8);
+  TierRequest second = fixture.Admit(8);
+  ASSERT_EQ(first.probe.storage_hit_tokens, 4);
+  ASSERT_EQ(second.probe.storage_hit_tokens, 4);
+  const PlannedTransfers planned = fixture.coordinator.StartTransfers();
+  ASSERT_EQ(planned.load->copies.size(), 2U);
+  const RequestProgress progress{.digests = fixture.digests, .first_grain = 1, .end_grain = 2};
+  fixture.coordinator.Publish(first.tables, first.admission->epoch, progress);
+  const std::int32_t loaded_block = second.tables[0].block_ids()[0];
+  fixture.coordinator.Publish(second.tables, second.admission->epoch, progress);
+  EXPECT_EQ(second.tables[0].block_ids()[0], loaded_block);
+  EXPECT_EQ(second.tables[0].block_ids()[1], first.tables[0].block_ids()[1]);
+  EXPECT_EQ(fixture.coordinator.reserve().NumMissing(0, 0), 0);
+  fixture.coordinator.CompleteLoad(planned.load->operation_id, true, {});
+  EXPECT_EQ(fixture.coordinator.reserve().NumMissing(0, 0), 0);
+}
+
 // behaviour: M10, M11, N3
 TEST(HostAdmission, ASnapshotHasTheFullGrainsTheNewestStateAndTheWindowsItNeeds) {
   TierFixture fixture(2, 60, {FullGroup(2), SlidingGroup(4, 2), StateGroup(2)}, kHost, 6);

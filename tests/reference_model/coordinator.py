@@ -430,12 +430,7 @@ class Coordinator:
     def num_detaching(self, group: Group, table: Table, num_computed_tokens: int) -> int:
         """Blocks that expire while a transfer holds them: each needs another one in its place."""
         expiring = table.slots[: group.policy.num_expired_slots(num_computed_tokens)]
-        return sum(
-            block is not None
-            and any(map(is_transfer, block.owners))
-            and [owner for owner in block.owners if owner != INDEX and not is_transfer(owner)] == [table.owner]
-            for block in expiring
-        )
+        return sum(block is not None and is_held_behind(table, block) for block in expiring)
 
     def cover(self, tables: list[Table], num_tokens: int) -> list[list[int]]:
         """The same in all groups, where it is secured or promised."""
@@ -455,7 +450,7 @@ class Coordinator:
     def publish(self, tables: list[Table], publication: Publication) -> None:
         """Where the content is there already, the table goes over to the block that has it. Its own is dropped, or
         kept while the table lives if a transfer may still read it; where blocks are promised by number that would be
-        one too many, so there it stays in its slot."""
+        one too many, so there it stays in its slot, as does one that a load holds and nobody else would."""
         completed = publication.completed
         for grain in range(completed.begin // self.prefix_granularity, completed.end // self.prefix_granularity):
             self.eviction.note_published(publication.prefixes[grain])
@@ -475,7 +470,8 @@ class Coordinator:
             group.enter(publication.prefixes, slot, own, publication.epoch, boundary, use)
             return
         entry.refresh(publication.epoch, boundary, use)
-        if entry.block is own or (publication.keeps_duplicates and not group.policy.is_closed):
+        is_one_too_many = publication.keeps_duplicates or is_held_behind(table, own)
+        if entry.block is own or (is_one_too_many and not group.policy.is_closed):
             return
         entry.block.owners.append(table.owner)
         table.slots[slot] = entry.block
@@ -539,3 +535,9 @@ class Coordinator:
         """There will be no more chunks."""
         numbers = [0 if group.policy.is_closed else group.policy.held_while_decoding() for group in self.groups]
         self.promises.lower(tables[0].owner, numbers)
+
+
+def is_held_behind(table: Table, block: Block) -> bool:
+    """Whether transfers, and perhaps the index, would be all that holds it without this table."""
+    owners = [owner for owner in block.owners if owner != INDEX and not is_transfer(owner)]
+    return any(map(is_transfer, block.owners)) and owners == [table.owner]

@@ -423,8 +423,10 @@ bool CacheCoordinator::PublishGroup(BlockTable& table, CacheGroup& group, std::u
     const CacheBlockRef& canonical = group.index.Register(key, own, epoch, depth_tokens, progress.kind, use);
     QueueStore(group, key, progress.store_scope);
     // A transfer keeps the duplicates it may read. Where blocks are promised by number that would be one more
-    // than the promise, so there the duplicate stays in its slot, unpublished.
-    if (canonical.block_id() != own.block_id() && (group.is_closed() || !progress.keeps_duplicates)) {
+    // than the promise, so there the duplicate stays in its slot, unpublished. So does one that a load holds
+    // and nobody else would.
+    const bool stays = !group.is_closed() && (progress.keeps_duplicates || pool_.IsPinnedBehind(own));
+    if (canonical.block_id() != own.block_id() && !stays) {
       group.allocator.Repoint(table, slot, canonical, progress.keeps_duplicates);
       has_dropped |= !group.is_closed();
     }

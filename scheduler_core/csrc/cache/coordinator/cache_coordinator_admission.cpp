@@ -116,6 +116,10 @@ CacheCoordinator::AdmissionAttempt CacheCoordinator::TryAdmitFirst(std::span<Blo
   ReserveLease lease = reserve_.Lease(std::move(num_promised));
   const std::int64_t acquired_tokens = AcquireDestinations(extension, demands, probe);
   if (acquired_tokens < probe.hit_tokens) {
+    // Before the lease ends, since the reserve would take blocks that are held here for ones it can do
+    // without.
+    pins.Abandon();
+    Abandon(extension);
     return {.admission = {}, .shorter_hit_tokens = acquired_tokens};
   }
   const std::uint64_t epoch = ++last_epoch_;
