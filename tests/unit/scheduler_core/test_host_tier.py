@@ -353,3 +353,19 @@ def test_waiting_for_a_copy_is_no_stall() -> None:
     runtime.scheduler.submit([spec("a", 24, max_new_tokens=1)])
     for _ in range(2000):
         assert runtime.step().num_stalled_plans == 0
+
+
+@pytest.mark.behaviour("F4")
+def test_a_blocked_prompt_is_looked_up_again_when_storage_has_what_it_lacks() -> None:
+    groups = [full_group(), state_group()]
+    runtime = runtime_of(num_lcm_blocks=13, token_budget=8, cache_groups=groups, enable_storage=True)
+    runtime.scheduler.submit([spec("first", 18, max_new_tokens=4)])
+    step(runtime)
+    step(runtime)  # two grains are on the device and on the host, and no state is published at their end
+    runtime.scheduler.submit([spec("second", 10, max_new_tokens=1)])
+    assert not step(runtime).admissions  # without a hit it does not fit beside the first
+    digests = sc.hash_grains(list(range(8)), 4, [])
+    assert not step(runtime).admissions
+    runtime.scheduler.register_storage_keys([sc.StorageKey(group=1, digest=digests[-1], grain_offset=0)])
+    (admission,) = runtime.plan().admissions  # behind the state it claims the blocks of the first
+    assert (admission.device_hit_tokens, admission.host_hit_tokens, admission.storage_hit_tokens) == (0, 4, 4)
