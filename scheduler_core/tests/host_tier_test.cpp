@@ -67,6 +67,18 @@ TEST(HostTier, TakesTheForeignParentWhoseWarmestCopyIsColdest) {
 }
 
 // behaviour: N4
+TEST(HostTier, TakesTheForeignParentOfTheGroupWhoseCopiesAreColdest) {
+  for (const std::int32_t colder : {1, 2}) {
+    HostTier host(2, {1, 1, 1}, {1, 1, 1}, {Closure::kClosed, Closure::kClosed, Closure::kClosed});
+    Put(host, colder, 1, 1);
+    Put(host, 3 - colder, 2, 2);
+    Put(host, 0, 3, 3);
+    EXPECT_FALSE(Has(host, colder, 1));
+    EXPECT_TRUE(Has(host, 3 - colder, 2) && Has(host, 0, 3));
+  }
+}
+
+// behaviour: N4
 TEST(HostTier, AHeldCopyKeepsItsParent) {
   HostTier host(1, {1, 2}, {1, 1}, {Closure::kClosed, Closure::kClosed});
   Put(host, 1, 1, 1);
