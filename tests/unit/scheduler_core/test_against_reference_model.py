@@ -265,7 +265,12 @@ def test_a_fault_planted_in_the_model_is_found(faulty: type[ReferenceScheduler],
     for role in roles:
 
         @settings(
-            settings.get_profile("every commit"), derandomize=True, database=None, phases=[HypothesisPhase.generate]
+            settings.get_profile("every commit"),
+            # Most are found long before. What is drawn depends on which modules the process has loaded.
+            max_examples=800,
+            derandomize=True,
+            database=None,
+            phases=[HypothesisPhase.generate],
         )
         @given(histories(role, MAX_NUM_MOVES))
         def every_history(drawn: Drawn) -> None:
