@@ -29,7 +29,7 @@ def hybrid(kinds: tuple[CacheLayerType, ...], **changes: object) -> HybridCacheR
         dtype="float32",
         layer_kinds=kinds,
         state_fields=(
-            StateField(name="conv_state", block_shape=(6, 3), partition_axis=0),
+            StateField(name="conv_state", block_shape=(3, 6), partition_axis=1),
             StateField(name="recurrent_state", block_shape=(2, 4, 4), partition_axis=0),
         ),
     )
@@ -48,14 +48,14 @@ QWEN3_NEXT = published(
     48,
     4,
     key_value_fields(2, 256),
-    StateField(name="conv_state", block_shape=(8192, 3), dtype="bfloat16"),
+    StateField(name="conv_state", block_shape=(3, 8192), dtype="bfloat16"),
     StateField(name="recurrent_state", block_shape=(32, 128, 128)),
 )
 KIMI_LINEAR = published(
     27,
     4,
     (RowField(name="latent", row_shape=(576,)),),
-    StateField(name="conv_state", block_shape=(12288, 3), dtype="bfloat16"),
+    StateField(name="conv_state", block_shape=(3, 12288), dtype="bfloat16"),
     StateField(name="recurrent_state", block_shape=(32, 128, 128)),
 )
 
@@ -95,7 +95,7 @@ def test_pools_are_views_of_the_layers_that_have_their_fields() -> None:
     arena = CacheArena(hybrid((STATE, FULL)).setup().plan, CpuDevice())
     pools = CachePools.of(arena)
     conv, recurrent = pools.state.conv_state(0), pools.state.recurrent_state(0)
-    assert conv.shape == (arena.plan.num_blocks("state"), 6, 3)
+    assert conv.shape == (arena.plan.num_blocks("state"), 3, 6)
     assert recurrent.shape == (arena.plan.num_blocks("state"), 2, 4, 4)
     recurrent[2, 1] = 3.0
     assert (arena.field("layers.0.recurrent_state")[2, 1] == 3.0).all()
