@@ -9,6 +9,7 @@ import time
 from typing import Protocol
 
 _NS_PER_S = 1_000_000_000
+_EPOCH_TRIES = 5
 
 
 class Clock(Protocol):
@@ -18,28 +19,39 @@ class Clock(Protocol):
         """Monotonic seconds from an arbitrary origin."""
         ...
 
-    def unix_ns(self) -> int:
-        """Nanoseconds since the Unix epoch."""
-        ...
-
     def unix_ns_at(self, monotonic_s: float) -> int:
         """The time of day at which `now_s` read `monotonic_s`, in nanoseconds since the Unix epoch."""
         ...
 
 
 class SystemClock:
-    """The clocks of the operating system. Stateless, safe from every thread."""
+    """The clocks of the operating system. Safe from every thread.
 
-    __slots__ = ()
+    Moments become times of day by one offset, measured when the clock is made: a moment has one time of day, however
+    often it is asked for, and what came later is later. A time of day that is set anew meanwhile is not followed.
+    """
+
+    __slots__ = ("_epoch_ns",)
+
+    def __init__(self) -> None:
+        self._epoch_ns = _measured_epoch_ns()
 
     def now_s(self) -> float:
         return time.monotonic()
 
-    def unix_ns(self) -> int:
-        return time.time_ns()
-
     def unix_ns_at(self, monotonic_s: float) -> int:
-        return time.time_ns() - round((time.monotonic() - monotonic_s) * _NS_PER_S)
+        return self._epoch_ns + round(monotonic_s * _NS_PER_S)
+
+
+def _measured_epoch_ns() -> int:
+    """The time of day at which the monotonic clock read 0. The best of a few tries: a thread may lose the processor
+    between the readings.
+    """
+    tries = []
+    for _ in range(_EPOCH_TRIES):
+        before_ns, unix_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        tries.append((after_ns - before_ns, unix_ns - (before_ns + after_ns) // 2))
+    return min(tries)[1]
 
 
 class ManualClock:
@@ -60,9 +72,6 @@ class ManualClock:
 
     def now_s(self) -> float:
         return self._now_s
-
-    def unix_ns(self) -> int:
-        return self.unix_ns_at(self._now_s)
 
     def unix_ns_at(self, monotonic_s: float) -> int:
         return self._epoch_ns + round(monotonic_s * _NS_PER_S)
