@@ -15,6 +15,8 @@ namespace {
 
 // Below this many weights handing a part to another thread costs more than it saves.
 constexpr std::int64_t kMinWeightsToShare = 16384;
+// Few enough that a turn is worth streaming, many enough that the threads end together.
+constexpr int kTurnsPerThread = 8;
 constexpr std::size_t kAlignment = 64;
 
 std::byte* allocate_panels(std::int64_t num_bytes) {
@@ -135,26 +137,34 @@ void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_r
 
 void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int num_rows,
               const PackedWeight& weight, MutableMatrixView output) {
-  // Pieces of one panel follow one another: it is read from memory once, the input comes from the caches.
+  // Pieces of one panel follow one another: it is read from memory once, the input comes from the caches. So
+  // do the panels of one turn: the end of one fetches the beginning of the next.
   const int pieces_per_panel = (num_rows + kRowsPerPiece - 1) / kRowsPerPiece;
   const int num_pieces = weight.num_panels() * pieces_per_panel;
-  std::atomic<int> next_piece{0};
+  const int pieces_per_turn =
+      std::max(1, weight.num_panels() / (kTurnsPerThread * pool.num_threads())) * pieces_per_panel;
+  std::atomic<int> next_turn{0};
+  const auto multiply_piece = [&](int piece) {
+    const int panel = piece / pieces_per_panel;
+    const int row = piece % pieces_per_panel * kRowsPerPiece;
+    const int column = panel * weight.columns_per_panel();
+    PanelProduct product;
+    product.input = input.data + row * input.stride;
+    product.input_stride = input.stride;
+    product.panel = weight.panel(panel);
+    product.format = weight.format();
+    product.output = output.data + row * output.stride + column;
+    product.output_stride = output.stride;
+    product.num_rows = std::min(kRowsPerPiece, num_rows - row);
+    product.num_columns = std::min(weight.columns_per_panel(), weight.num_columns() - column);
+    product.depth = weight.depth();
+    core.multiply_panel(product);
+  };
   const auto drain = [&](int) {
-    for (int piece = next_piece++; piece < num_pieces; piece = next_piece++) {
-      const int panel = piece / pieces_per_panel;
-      const int row = piece % pieces_per_panel * kRowsPerPiece;
-      const int column = panel * weight.columns_per_panel();
-      PanelProduct product;
-      product.input = input.data + row * input.stride;
-      product.input_stride = input.stride;
-      product.panel = weight.panel(panel);
-      product.format = weight.format();
-      product.output = output.data + row * output.stride + column;
-      product.output_stride = output.stride;
-      product.num_rows = std::min(kRowsPerPiece, num_rows - row);
-      product.num_columns = std::min(weight.columns_per_panel(), weight.num_columns() - column);
-      product.depth = weight.depth();
-      core.multiply_panel(product);
+    for (int first = pieces_per_turn * next_turn++; first < num_pieces;
+         first = pieces_per_turn * next_turn++) {
+      for (int piece = first; piece < std::min(first + pieces_per_turn, num_pieces); ++piece)
+        multiply_piece(piece);
     }
   };
   if (static_cast<std::int64_t>(weight.num_columns()) * weight.depth() < kMinWeightsToShare) {

@@ -25,6 +25,7 @@ constexpr int kDepthPerStep = 128;
 static_assert(kDepthPerStep % kBlockDepth == 0);
 
 constexpr int kFloatsPerCacheLine = 16;
+constexpr int kLinesPerDepth = (kColumnsPerPanel + kFloatsPerCacheLine - 1) / kFloatsPerCacheLine;
 constexpr int kBytesPerCacheLine = 64;
 
 // How far ahead of its use a panel is fetched: memory answers in the time of a few hundred multiplications.
@@ -33,20 +34,32 @@ constexpr int kPrefetchRecords = 4;
 
 // ---- one step of a panel, in float32 ----
 
+// Weights to fetch from memory while a block is computed: at every depth `kLines` cache lines from `next` on,
+// which then moves by `floats_per_depth`.
+template <int kLines>
+struct Ahead {
+  const float* next = nullptr;
+  int floats_per_depth = 0;
+
+  void fetch() {
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + line * kFloatsPerCacheLine);
+    if constexpr (kLines > 0) next += floats_per_depth;
+  }
+};
+
 // Adds the depths [begin, end) to the block at `row`, which need not be set before the first. `weights` is
 // the panel from `begin` on.
-template <int kRows, bool kPrefetch>
-void multiply_block(const PanelProduct& product, const float* weights, int row, int begin, int end) {
+template <int kRows, int kLines>
+void multiply_block(const PanelProduct& product, const float* weights, int row, int begin, int end,
+                    Ahead<kLines>& ahead) {
   const float* input = product.input + row * product.input_stride;
   float* output = product.output + row * product.output_stride;
   Vec sums[kRows][kVectorsPerPanel] = {};
   for (int k = begin; k < end; ++k, weights += kColumnsPerPanel) {
     Vec depth[kVectorsPerPanel];
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectorsPerPanel; ++v) {
-      depth[v] = load(weights + v * kLanes);
-      if constexpr (kPrefetch) __builtin_prefetch(weights + kPrefetchFloats + v * kLanes);
-    }
+    for (int v = 0; v < kVectorsPerPanel; ++v) depth[v] = load(weights + v * kLanes);
+    ahead.fetch();
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       const float x = input[m * product.input_stride + k];
@@ -64,12 +77,13 @@ void multiply_block(const PanelProduct& product, const float* weights, int row, 
   }
 }
 
-template <int kRows, bool kPrefetch>
-void multiply_last_rows(const PanelProduct& product, const float* weights, int row, int begin, int end) {
+template <int kRows, int kLines>
+void multiply_last_rows(const PanelProduct& product, const float* weights, int row, int begin, int end,
+                        Ahead<kLines>& ahead) {
   if (product.num_rows - row == kRows) {
-    multiply_block<kRows, kPrefetch>(product, weights, row, begin, end);
+    multiply_block<kRows>(product, weights, row, begin, end, ahead);
   } else if constexpr (kRows > 1) {
-    multiply_last_rows<kRows - 1, kPrefetch>(product, weights, row, begin, end);
+    multiply_last_rows<kRows - 1>(product, weights, row, begin, end, ahead);
   }
 }
 
@@ -81,21 +95,33 @@ void prefetch_rows(const PanelProduct& product, int row, int begin, int end) {
   }
 }
 
-template <bool kPrefetch>
-void multiply_step(const PanelProduct& product, const float* weights, int begin, int end) {
+template <int kLines>
+void multiply_step(const PanelProduct& product, const float* weights, int begin, int end,
+                   Ahead<kLines> ahead) {
   int row = 0;
   for (; row + kRowsPerBlock <= product.num_rows; row += kRowsPerBlock) {
     prefetch_rows(product, row + kRowsPerBlock, begin, end);
-    multiply_block<kRowsPerBlock, kPrefetch>(product, weights, row, begin, end);
+    multiply_block<kRowsPerBlock>(product, weights, row, begin, end, ahead);
   }
-  multiply_last_rows<kRowsPerBlock - 1, kPrefetch>(product, weights, row, begin, end);
+  multiply_last_rows<kRowsPerBlock - 1>(product, weights, row, begin, end, ahead);
 }
 
+// Memory is kept busy all the time: one block fetches what it will soon need itself, several fetch an equal
+// part each of the next step.
 void multiply_float_panel(const PanelProduct& product) {
-  const auto* panel = reinterpret_cast<const float*>(product.panel);
+  const auto* weights = reinterpret_cast<const float*>(product.panel);
+  const int num_blocks = (product.num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
   for (int begin = 0; begin < product.depth; begin += kDepthPerStep) {
     const int end = std::min(begin + kDepthPerStep, product.depth);
-    multiply_step<true>(product, panel + static_cast<std::int64_t>(begin) * kColumnsPerPanel, begin, end);
+    const float* next_step = weights + static_cast<std::int64_t>(end - begin) * kColumnsPerPanel;
+    if (num_blocks == 1) {
+      multiply_step<kLinesPerDepth>(product, weights, begin, end,
+                                    {weights + kPrefetchFloats, kColumnsPerPanel});
+    } else {
+      multiply_step<std::max(1, kLinesPerDepth - 1)>(product, weights, begin, end,
+                                                     {next_step, kColumnsPerPanel / num_blocks});
+    }
+    weights = next_step;
   }
 }
 
@@ -206,7 +232,7 @@ void multiply_rows(const PanelProduct& product) {
       Blocks::visit(record,
                     [&](int k, int v, Vec part) { store(to + k * kColumnsPerPanel + v * kLanes, part); });
     }
-    multiply_step<false>(product, weights, begin, end);
+    multiply_step<0>(product, weights, begin, end, {});
   }
 }
 
