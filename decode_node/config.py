@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.errors import InvalidRequest
+from node_runtime.handoff.lease import DEFAULT_LEASE_S, MAX_LEASE_S, MIN_LEASE_S
 from node_runtime.rpc.address import parse_address
 
 
@@ -26,6 +27,13 @@ class DecodeNodeConfig(ComputeNodeConfig):
         default=(),
         description="Prefill node to connect to at start, host:port; may be repeated. The node is ready once one of "
         "them is. Others are connected to when a request names them.",
+    )
+
+    handoff_lease_s: float = Field(
+        default=DEFAULT_LEASE_S,
+        ge=MIN_LEASE_S,
+        le=MAX_LEASE_S,
+        description="How long a prefill node may write into this node, or be silent, without a renewal. Seconds.",
     )
 
     @field_validator("prefill")

@@ -50,6 +50,8 @@ class PrefillPeer:
     channel: Channel
     num_users: int = 0
     is_retired: bool = False
+    # Told when the node came back as another incarnation: nothing will come of the handoffs with this one.
+    on_restart: set[Callable[[], None]] = field(default_factory=set)
 
     async def release(self) -> None:
         """Ends one use; the connection of a retired peer closes with its last."""
@@ -209,6 +211,9 @@ class PrefillPeers:
         entry.changed.set()
         _log.info("prefill node %s at %s is a peer", response.node_id, entry.address)
         self._on_change()
+        if old is not None and old.incarnation != response.incarnation:
+            for tell in tuple(old.on_restart):
+                tell()
         await self._retire(old)
 
     async def _prove(self, channel: Channel) -> prefill_pb2.BootstrapResponse:

@@ -1,8 +1,8 @@
 """One handoff on the decode node: carries out what its session decides, and tells the session what happened.
 
 The stream to the prefill node runs in a task of its own that outlives the client's call: after a cancellation it still
-sends Abort and waits until the peer is quiet, for only then may the granted blocks be used again. Lives on the event
-loop; engine updates arrive there.
+sends Abort and waits until the peer is quiet or its lease is over, for only then may the granted blocks be used again.
+Lives on the event loop; engine updates arrive there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import AcceptFirstToken, GrantOffered, PostEvents
 from node_runtime.errors import InvalidRequest, NodeError, PeerUnavailable, RemoteError
+from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import (
     AbortScheduling,
     Allocated,
@@ -36,7 +37,6 @@ from node_runtime.handoff.events import (
     Tick,
 )
 from node_runtime.handoff.messages import Done, RequestMessage, Start
-from node_runtime.handoff.session import DecodeHandoff
 from node_runtime.rpc import DuplexCall, code_number, error_from_code
 from node_runtime.wire.handoff import request_to_proto, response_from_proto
 from scheduler_core import AbortEvent, Event, QuiescedEvent, ReadyEvent
@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 # What the control stream may outlive the request's deadline by, so that the peer can still say that it is quiet. Longer
 # than a stopped writer needs: it posts nothing more, and what it posted ends within the data plane's drain bound.
 QUIET_GRACE_S = 10.0
+# How long the peer may take to end the stream of a handoff that is over.
+_FAREWELL_S = 5.0
 _INTERNAL = 13
 _UNAVAILABLE = 14
 
@@ -79,6 +81,7 @@ class IncomingHandoff:
         engine: EngineLoop,
         clock: Clock,
         drain_bound_s: float,
+        notice_bound_s: float,
         vocab_size: int,
         on_suspect: Callable[[str], None],
     ) -> None:
@@ -88,9 +91,12 @@ class IncomingHandoff:
         self._engine = engine
         self._clock = clock
         self._on_suspect = on_suspect
-        self._session = DecodeHandoff(start, drain_bound_s=drain_bound_s, vocab_size=vocab_size)
+        self._session = DecodeHandoff(
+            start, drain_bound_s=drain_bound_s, notice_bound_s=notice_bound_s, vocab_size=vocab_size
+        )
         self._outgoing: asyncio.Queue[RequestMessage] = asyncio.Queue()
-        self._progressed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = asyncio.Event()
         self._cached_tokens = 0
         self._was_ready = False
         self.ready_at_s: float | None = None
@@ -117,21 +123,33 @@ class IncomingHandoff:
 
     async def run(self, timeout_s: float) -> None:
         """Talks to the prefill node until nothing of this handoff can touch our memory any more."""
+        talking = asyncio.create_task(self._talk(timeout_s + QUIET_GRACE_S))
+        self._peer.on_restart.add(self._peer_restarted)
         try:
-            closed = await self._talk(timeout_s + QUIET_GRACE_S)
+            await self._over.wait()
+            # The peer ends the stream; one that says no farewell is not waited for.
+            await asyncio.wait((talking,), timeout=_FAREWELL_S)
         except asyncio.CancelledError:
             self._feed(StreamClosed(code=_UNAVAILABLE, message="this decode node stops"))
             raise
+        finally:
+            talking.cancel()
+            self._cancel_timer()
+            self._peer.on_restart.discard(self._peer_restarted)
+
+    def _peer_restarted(self) -> None:
+        self._feed(StreamClosed(code=_UNAVAILABLE, message="the prefill node was restarted"))
+
+    async def _talk(self, timeout_s: float) -> None:
+        try:
+            closed = await self._exchange(timeout_s)
         except Exception:
             _log.exception("a handoff failed inside this node")
             self._feed(GaveUp(code=_INTERNAL, message="internal error; the log of the decode node has the details"))
             closed = StreamClosed(code=_INTERNAL, message="internal error")
         self._feed(closed)
-        while not self._session.is_terminal:
-            await self._sleep_until(self._session.wakeup_at_s)
-            self._feed(Tick())
 
-    async def _talk(self, timeout_s: float) -> StreamClosed:
+    async def _exchange(self, timeout_s: float) -> StreamClosed:
         channel = self._peer.channel
         stub = channel.stub(prefill_pb2_grpc.PrefillStub)
         try:
@@ -173,7 +191,21 @@ class IncomingHandoff:
     def _feed(self, event: DecodeEvent) -> None:
         for action in self._session.handle(event, self._clock.now_s()):
             self._carry_out(action)
-        self._progressed.set()
+        self._set_timer()
+        if self._session.is_terminal:
+            self._over.set()
+
+    def _set_timer(self) -> None:
+        self._cancel_timer()
+        at_s = self._session.wakeup_at_s
+        if at_s is not None:
+            delay_s = max(0.0, at_s - self._clock.now_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, Tick())
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _carry_out(self, action: DecodeAction) -> None:
         match action:
@@ -208,15 +240,6 @@ class IncomingHandoff:
 
     def _post(self, event: Event) -> None:
         self._engine.post(PostEvents(events=(event,)))
-
-    async def _sleep_until(self, at_s: float | None) -> None:
-        """Until that time, or until something else happened to the session."""
-        self._progressed.clear()
-        timeout_s = None if at_s is None else max(0.0, at_s - self._clock.now_s())
-        try:
-            await asyncio.wait_for(self._progressed.wait(), timeout_s)
-        except TimeoutError:
-            return
 
 
 def may_retry(refusal: HandoffFailedError) -> bool:

@@ -40,14 +40,19 @@ class RemotePrefill:
         clock: Clock,
         telemetry: Telemetry,
         drain_bound_s: float,
+        notice_bound_s: float,
+        lease_s: float,
         vocab_size: int,
     ) -> None:
+        """`drain_bound_s`, `notice_bound_s`: see DecodeHandoff. `lease_s`: what is granted to prefill nodes."""
         self._incarnation = incarnation
         self._peers = peers
         self._engine = engine
         self._clock = clock
         self._telemetry = telemetry
         self._drain_bound_s = drain_bound_s
+        self._notice_bound_s = notice_bound_s
+        self._lease_ms = round(lease_s * 1000)
         self._vocab_size = vocab_size
         self._tasks: dict[asyncio.Task[None], IncomingHandoff] = {}
 
@@ -97,6 +102,7 @@ class RemotePrefill:
             extra_keys=job.extra_keys,
             decode_incarnation=self._incarnation,
             prefill_incarnation=peer.incarnation,
+            lease_ms=self._lease_ms,
         )
         handoff = IncomingHandoff(
             engine_id=generation.engine_id,
@@ -105,6 +111,7 @@ class RemotePrefill:
             engine=self._engine,
             clock=self._clock,
             drain_bound_s=self._drain_bound_s,
+            notice_bound_s=self._notice_bound_s,
             vocab_size=self._vocab_size,
             on_suspect=lambda reason: self._peers.suspect(peer, reason),
         )

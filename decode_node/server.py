@@ -51,7 +51,7 @@ class DecodeNode:
         clock: Clock | None = None,
         peer_notice_bound_s: float = PEER_NOTICE_BOUND_S,
     ) -> None:
-        """`peer_notice_bound_s`: how long a prefill node may go on writing before it notices a broken stream."""
+        """`peer_notice_bound_s`: how long a prefill node that knows no leases may go on after its stream broke."""
         self._peer_notice_bound_s = peer_notice_bound_s
         self._config = config
         self._core = core
@@ -138,7 +138,9 @@ class DecodeNode:
             engine=self.engine,
             clock=self._clock,
             telemetry=self._telemetry,
-            drain_bound_s=self._peer_notice_bound_s + data_plane.engine.drain_bound_s,
+            drain_bound_s=data_plane.engine.drain_bound_s,
+            notice_bound_s=self._peer_notice_bound_s,
+            lease_s=config.handoff_lease_s,
             vocab_size=self._core.facts.vocab_size,
         )
         return _Receiving(peers=peers, remote=remote, addresses=config.prefill)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from cache_runtime.transfer.engine import TransferError, TransferTimeout
+from cache_runtime.transfer.engine import TransferError, TransferRevoked, TransferTimeout
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -38,6 +38,7 @@ from node_runtime.handoff.events import (
     Completed,
     Drained,
     EndWithFailure,
+    ExtendWriting,
     FailScheduling,
     GaveUp,
     MarkGranted,
@@ -45,13 +46,16 @@ from node_runtime.handoff.events import (
     MarkQuiesced,
     PrefillAction,
     PrefillEvent,
+    Progressed,
     Send,
     StartWriting,
     StopWriting,
+    StreamClosed,
     SubmitPrompt,
+    Tick,
 )
 from node_runtime.handoff.messages import Done, Grant, HandoffTimings, ResponseMessage, Start
-from node_runtime.handoff.session import PrefillHandoff
+from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import PrefillState
 from node_runtime.rpc import code_number
 from prefill_node.outgoing import (
@@ -82,6 +86,7 @@ _log = logging.getLogger(__name__)
 # How long one write may wait for the data plane to take its runs. A prompt that is waiting for its turn on a slow link
 # does not count against the peer, so this is generous; `stop` does not wait for it.
 WRITE_TIMEOUT_S = 30.0
+_UNAVAILABLE = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,8 @@ class PromptHandoff:
         self._handoff_id = b""
         self._broken_rule: InvalidRequest | None = None
         self._is_over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._mark = (0, 0)
         self.progress = Progress(started_at_s=tools.clock.now_s())
         self.outgoing: asyncio.Queue[ResponseMessage | StreamEnd] = asyncio.Queue()
 
@@ -156,19 +163,20 @@ class PromptHandoff:
 
     def open(self, start: Start) -> None:
         """Submits the prompt. Raises InvalidRequest for a Start that breaks a rule; nothing is held then."""
-        for action in self._session.handle(start):
+        for action in self._session.handle(start, self._tools.clock.now_s()):
             self._carry_out(action)
         self._handoff_id = start.handoff_id
 
     def feed(self, event: PrefillEvent) -> None:
         """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""
         try:
-            actions = self._session.handle(event)
+            actions = self._session.handle(event, self._tools.clock.now_s())
         except InvalidRequest as error:
             self.refuse(error)
             return
         for action in actions:
             self._carry_out(action)
+        self._set_timer()
         if self._session.is_terminal and not self._is_over:
             self._is_over = True
             self._tools.sender.forget(self._engine_id)
@@ -179,6 +187,10 @@ class PromptHandoff:
         """Ends a handoff whose peer broke a rule; the stream ends in that error as well."""
         self._broken_rule = self._broken_rule or error
         self.give_up(error)
+
+    def drop(self) -> None:
+        """Ends a handoff whose decode node was restarted."""
+        self.feed(StreamClosed(code=_UNAVAILABLE, message="the decode node was restarted"))
 
     def give_up(self, error: NodeError) -> None:
         self.feed(GaveUp(code=code_number(error), message=error.message))
@@ -192,9 +204,11 @@ class PromptHandoff:
             case MarkGranted():
                 self._post(GrantedEvent(self._engine_id))
             case StartWriting():
-                self._start_writing(action.grant)
+                self._start_writing(action.grant, action.post_until_s)
+            case ExtendWriting():
+                self._writing().extend(action.post_until_s)
             case StopWriting():
-                self._stop_writing()
+                self._writing().stop()
             case MarkHandedOver():
                 self._post(HandedOverEvent(self._engine_id))
             case AbortScheduling():
@@ -220,17 +234,42 @@ class PromptHandoff:
         )
         self._tools.engine.post(SubmitRequest(spec=spec, sampling=start.sampling, stop=None, sink=self._on_update))
 
-    def _start_writing(self, grant: Grant) -> None:
+    def _start_writing(self, grant: Grant, post_until_s: float) -> None:
         self._num_granted_blocks = sum(len(group.block_ids) for group in grant.groups)
-        self._transfer = OutgoingTransfer(self._peer.link, self._hop, write_timeout_s=WRITE_TIMEOUT_S)
+        self._transfer = OutgoingTransfer(
+            self._peer.link,
+            self._hop,
+            now_s=self._tools.clock.now_s,
+            write_timeout_s=WRITE_TIMEOUT_S,
+            post_until_s=post_until_s,
+        )
         self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))
 
-    def _stop_writing(self) -> None:
+    def _writing(self) -> OutgoingTransfer:
         if self._transfer is None:
-            raise InternalError("a handoff without a transfer cannot stop writing")
-        self._transfer.stop()
+            raise InternalError("the handoff has begun no transfer")
+        return self._transfer
+
+    # Time.
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at_s = self._session.wakeup_at_s
+        if at_s is not None:
+            delay_s = max(0.0, at_s - self._tools.clock.now_s())
+            self._timer = self._event_loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        landed = 0 if self._transfer is None else self._transfer.num_landed_runs
+        mark = (self._tools.sender.num_stages, landed)
+        if mark != self._mark:
+            self._mark = mark
+            self.feed(Progressed())
+        self.feed(Tick())
 
     # What the other threads report.
 
@@ -256,7 +295,7 @@ class PromptHandoff:
     def _on_fault(self, error: Exception) -> None:
         if isinstance(error, TransferError):
             # Running out of time says nothing about the peer, and a new link would break its other handoffs off.
-            if not isinstance(error, TransferTimeout):
+            if not isinstance(error, TransferTimeout | TransferRevoked):
                 self._tools.peers.suspect(self._peer, str(error))
             self.give_up(TransferBroken(f"the data plane to decode node {self._peer.node_id} failed: {error}"))
         else:

@@ -1,9 +1,9 @@
 """The writes of one handoff: posted by the engine thread, landed on the data plane's, stopped by the event loop.
 
 This is where the writer fences itself: `stop` and `post` exclude each other, so after `stop` returned nothing more is
-handed to the data plane, which drops what waits for room there. `TransferDrained` follows only when every write is
-terminal. It knows no blocks and no scheduler;
-the handoff that owns it hears of everything through `notify`, which must not block.
+handed to the data plane, which drops what waits for room there; the end of the lease does the same by the clock, should
+nobody be there to call `stop`. `TransferDrained` follows only when every write is terminal. It knows no blocks and no
+scheduler; the handoff that owns it hears of everything through `notify`, which must not block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport
+from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport, TransferRevoked
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +66,26 @@ TransferNews: TypeAlias = TransferLanded | TransferFault | TransferDrained
 class OutgoingTransfer:
     """The writes of one handoff over one peer link. Thread-safe."""
 
-    def __init__(self, link: PeerLink, notify: Callable[[TransferNews], None], *, write_timeout_s: float) -> None:
-        """`write_timeout_s`: how long one write may wait for the data plane to take its runs."""
+    def __init__(
+        self,
+        link: PeerLink,
+        notify: Callable[[TransferNews], None],
+        *,
+        now_s: Callable[[], float],
+        write_timeout_s: float,
+        post_until_s: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            now_s: The node's monotonic clock, read on every thread.
+            write_timeout_s: How long one write may wait for the data plane to take its runs.
+            post_until_s: When the lease ends as far as posting is concerned.
+        """
         self._link = link
         self._notify = notify
+        self._now_s = now_s
         self._write_timeout_s = write_timeout_s
+        self._post_until_s = post_until_s
         self._lock = threading.Lock()
         self._num_outstanding = 0
         self._is_wedged = False
@@ -83,13 +98,23 @@ class OutgoingTransfer:
         self._num_runs = 0
         self._spans: list[BusySpan] = []
 
+    @property
+    def num_landed_runs(self) -> int:
+        """Grows while the transfer gets on."""
+        return self._num_runs
+
+    def extend(self, post_until_s: float) -> None:
+        """The lease was renewed."""
+        self._post_until_s = post_until_s
+
     def post(self, runs: Sequence[Run]) -> None:
-        """Posts a write; does nothing once the transfer was stopped or has failed."""
+        """Posts a write; does nothing once the transfer was stopped or has failed, and fails it after the lease."""
         refusal: Exception | None = None
         with self._lock:
             if self._is_stopped or self._fault is not None:
                 return
             try:
+                self._check_lease()
                 future = self._link.write(runs, timeout_s=self._write_timeout_s, is_wanted=self._is_wanted)
                 self._num_outstanding += 1
             except Exception as error:
@@ -127,7 +152,11 @@ class OutgoingTransfer:
 
     def _is_wanted(self) -> bool:
         """Whether what was handed to the data plane may still be posted. Called by its thread, without the lock."""
-        return not self._is_stopped and self._fault is None
+        return not self._is_stopped and self._fault is None and self._now_s() < self._post_until_s
+
+    def _check_lease(self) -> None:
+        if self._now_s() >= self._post_until_s:
+            raise TransferRevoked(self._link.peer, "the lease of the grant is over")
 
     def _on_terminal(self, future: Future[TransferReport]) -> None:
         error = future.exception()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,8 @@ class DecodePeer:
     link: PeerLink
     suspect_reason: str = ""
     num_handoffs: int = 0
+    # Told when the node came back as another incarnation: nobody is left who could want the handoffs of this one.
+    on_restart: set[Callable[[], None]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,10 @@ class DecodePeers:
         }
         for old in [peer for peer in self._peers.values() if self._is_replaced(peer, caller)]:
             self._retire(old)
+            if old.incarnation != caller.incarnation:
+                _log.info("decode node %s was restarted: dropping %d handoffs", old.node_id, len(old.on_restart))
+                for tell in tuple(old.on_restart):
+                    tell()
         self._make_room()
         self._peers[caller.incarnation] = DecodePeer(
             node_id=caller.node_id, incarnation=caller.incarnation, target=rank, groups=groups, link=link

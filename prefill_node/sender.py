@@ -103,6 +103,12 @@ class PrefillSender:
         self._prompts: dict[str, _Prompt] = {}
         self._rows: tuple[_ChunkRow, ...] = ()
         self._mail: deque[_Granted | _Forgotten] = deque()
+        self._num_stages = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages computed so far, of all prompts: stands still when the engine does. Readable from every thread."""
+        return self._num_stages
 
     def grant(self, request_id: str, grant: Grant, target: RankPlacement, transfer: OutgoingTransfer) -> None:
         """Opens the way for a prompt's blocks. Takes effect at the next stage, or the next `poll` of an idle engine."""
@@ -132,6 +138,7 @@ class PrefillSender:
 
     def on_stage(self, stage: int, plan: Plan) -> None:
         del plan  # its rows were read once, in on_admitted
+        self._num_stages += 1
         for row in self._rows:
             row.prompt.num_computed_tokens[stage] = row.end_token
         self.poll()

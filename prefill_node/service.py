@@ -35,6 +35,7 @@ from node_runtime.wire.handoff import request_from_proto, response_to_proto
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
 from prefill_node.peers import DecodePeer, Introduction
+from prefill_node.used_ids import UsedHandoffIds
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class PrefillService:
         self._tools = tools
         self._telemetry = telemetry
         self._live: dict[str, PromptHandoff] = {}
+        self._used_ids = UsedHandoffIds()
         self._serials = itertools.count(1)
 
     @property
@@ -130,6 +132,7 @@ class PrefillService:
         if start.prefill_incarnation != self._incarnation:
             raise NotBootstrapped("prefill_incarnation: this prefill node was restarted since the bootstrap")
         peer = self._tools.peers.find(start.decode_incarnation)
+        self._used_ids.check(start.handoff_id)
         if start.request_id in self._live:
             raise DuplicateRequest(start.request_id)
         self._check_queue()
@@ -142,8 +145,10 @@ class PrefillService:
             on_terminal=partial(self._forget, start.request_id, peer),
         )
         handoff.open(start)
+        self._used_ids.add(start.handoff_id)
         self._live[start.request_id] = handoff
         peer.num_handoffs += 1
+        peer.on_restart.add(handoff.drop)
         return handoff
 
     def _check_queue(self) -> None:
@@ -174,7 +179,7 @@ class PrefillService:
 
     def _forget(self, request_id: str, peer: DecodePeer) -> None:
         peer.num_handoffs -= 1
-        del self._live[request_id]
+        peer.on_restart.discard(self._live.pop(request_id).drop)
 
     @staticmethod
     async def _read(messages: AsyncIterator[handoff_pb2.HandoffRequest], handoff: PromptHandoff) -> None:

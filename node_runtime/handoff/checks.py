@@ -16,6 +16,8 @@ from node_runtime.handoff.messages import Done, Grant, GroupGrant, Ready, Start
 from node_runtime.request_rules import check_lengths, check_token_ids, check_tokens_in_vocabulary
 
 _STATE_WINDOW_TOKENS = 2
+# So that a lease survives a Beat that comes late.
+MIN_BEATS_PER_LEASE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,21 @@ def check_start(start: Start, *, vocab_size: int, context_tokens: int) -> None:
     check_lengths(len(start.token_ids), 1, context_tokens)
 
 
-def check_ready(ready: Ready, *, num_prompt_tokens: int) -> None:
-    """Refuses more cached tokens than a prompt can have: its last token is always computed."""
+def check_ready(ready: Ready, *, num_prompt_tokens: int, lease_ms: int) -> None:
+    """Refuses more cached tokens than a prompt can have, whose last token is always computed, and too rare Beats."""
+    if ready.beat_interval_ms * MIN_BEATS_PER_LEASE > lease_ms:
+        raise InvalidRequest(
+            f"beat_interval_ms: {ready.beat_interval_ms} given, at most {lease_ms // MIN_BEATS_PER_LEASE} allowed with "
+            f"lease_ms={lease_ms}"
+        )
     if ready.cached_tokens >= num_prompt_tokens:
         raise InvalidRequest(f"cached_tokens: {ready.cached_tokens} given, less than {num_prompt_tokens} required")
+
+
+def check_lease(grant: Grant, start: Start) -> None:
+    """Refuses a grant whose lease is not the one that Start announced."""
+    if grant.lease_ms != start.lease_ms:
+        raise InvalidRequest(f"lease_ms: {grant.lease_ms} given, Start announced {start.lease_ms}")
 
 
 def check_done(done: Done, *, vocab_size: int, num_granted_blocks: int) -> None:

@@ -11,6 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from node_runtime.handoff.messages import (
     Abort,
+    Beat,
     Done,
     Failed,
     Grant,
@@ -18,6 +19,7 @@ from node_runtime.handoff.messages import (
     HandoffTimings,
     Quiesced,
     Ready,
+    Renewed,
     RequestMessage,
     ResponseMessage,
     Start,
@@ -28,6 +30,7 @@ __all__ = [
     "AbortScheduling",
     "Admitted",
     "Allocated",
+    "Beat",
     "Begin",
     "Completed",
     "DecodeAction",
@@ -35,8 +38,10 @@ __all__ = [
     "Done",
     "Drained",
     "EndWithFailure",
+    "ExtendWriting",
     "FailScheduling",
     "Failed",
+    "Fenced",
     "GaveUp",
     "Grant",
     "GroupGrant",
@@ -48,8 +53,10 @@ __all__ = [
     "MarkReady",
     "PrefillAction",
     "PrefillEvent",
+    "Progressed",
     "Quiesced",
     "Ready",
+    "Renewed",
     "RequestMessage",
     "ResponseMessage",
     "Send",
@@ -108,6 +115,15 @@ class Allocated:
     groups: tuple[GroupGrant, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """Our data plane vouches that nothing more of the peer can land in the granted blocks.
+
+    A plane that places the bytes itself has revoked the grant; of any other, the peer's process is known to be gone and
+    its connection is reported closed. Only after the handoff was given up.
+    """
+
+
 # Events of the prefill side.
 
 
@@ -130,8 +146,13 @@ class Drained:
     """After StopWriting: every write that was posted has reached a terminal state."""
 
 
-DecodeEvent: TypeAlias = Begin | Allocated | ResponseMessage | StreamClosed | GaveUp | Tick
-PrefillEvent: TypeAlias = RequestMessage | Admitted | Completed | Drained | StreamClosed | GaveUp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """The engine computed or a write landed since the last such event."""
+
+
+DecodeEvent: TypeAlias = Begin | Allocated | Fenced | ResponseMessage | StreamClosed | GaveUp | Tick
+PrefillEvent: TypeAlias = RequestMessage | Admitted | Progressed | Completed | Drained | StreamClosed | GaveUp | Tick
 
 
 # Actions that both sides know.
@@ -201,9 +222,20 @@ class MarkGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWriting:
-    """Write what is computed, and from now on what is being computed, into these blocks of the peer."""
+    """Write what is computed, and from now on what is being computed, into these blocks of the peer.
+
+    Nothing is posted from `post_until_s` on, which is infinite for a grant without a lease.
+    """
 
     grant: Grant
+    post_until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendWriting:
+    """The lease was renewed: nothing is posted from `post_until_s` on."""
+
+    post_until_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +254,7 @@ PrefillAction: TypeAlias = (
     | SubmitPrompt
     | MarkGranted
     | StartWriting
+    | ExtendWriting
     | StopWriting
     | MarkHandedOver
     | AbortScheduling

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
 
 HANDOFF_ID_BYTES = 16
+# A lease shorter than a few turns of a busy event loop would lapse by itself; a longer one keeps the blocks of a dead
+# peer for nothing.
+MIN_LEASE_MS = 400
+MAX_LEASE_MS = 60_000
 
 
 def _check_handoff_id(handoff_id: bytes) -> None:
@@ -25,9 +29,16 @@ def _check_handoff_id(handoff_id: bytes) -> None:
     )
 
 
+def _check_lease(lease_ms: int) -> None:
+    require(
+        lease_ms == 0 or MIN_LEASE_MS <= lease_ms <= MAX_LEASE_MS,
+        f"lease_ms: {lease_ms} given, {MIN_LEASE_MS} to {MAX_LEASE_MS} or none allowed",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Opens a handoff: the prompt and how its first token is sampled."""
+    """Opens a handoff: the prompt and how its first token is sampled. `lease_ms` is 0 when the node knows no leases."""
 
     handoff_id: bytes
     request_id: str
@@ -36,9 +47,11 @@ class Start:
     extra_keys: tuple[bytes, ...] = ()
     decode_incarnation: int
     prefill_incarnation: int
+    lease_ms: int = 0
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
+        _check_lease(self.lease_ms)
         check_request_id(self.request_id)
         require(len(self.token_ids) > 0, "token_ids: empty, at least one token required")
         check_extra_keys(self.extra_keys)
@@ -46,14 +59,34 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The prompt was admitted; `cached_tokens` of it came from the prefill node's own cache."""
+    """The prompt was admitted; `cached_tokens` of it came from the prefill node's own cache.
+
+    A Beat follows every `beat_interval_ms`; 0 when the node knows no leases.
+    """
 
     handoff_id: bytes
     cached_tokens: int
+    beat_interval_ms: int = 0
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
         require(self.cached_tokens >= 0, f"cached_tokens: {self.cached_tokens} given, at least 0 required")
+        require(
+            0 <= self.beat_interval_ms <= MAX_LEASE_MS,
+            f"beat_interval_ms: {self.beat_interval_ms} given, at most {MAX_LEASE_MS} allowed",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The prefill node is alive and goes on: the `number`-th sign of it since Ready."""
+
+    handoff_id: bytes
+    number: int
+
+    def __post_init__(self) -> None:
+        _check_handoff_id(self.handoff_id)
+        require(self.number >= 1, f"number: {self.number} given, at least 1 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +109,35 @@ class GroupGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The decode node's memory for the prompt tokens [from_token, end of the prompt)."""
+    """The decode node's memory for the prompt tokens [from_token, end of the prompt).
+
+    It may be written to for `lease_ms` from the sending of Beat number `beat`, 0 for Ready; `lease_ms` is 0 when a side
+    knows no leases.
+    """
 
     handoff_id: bytes
     from_token: int
     groups: tuple[GroupGrant, ...]
+    lease_ms: int = 0
+    beat: int = 0
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
+        _check_lease(self.lease_ms)
         require(self.from_token >= 0, f"from_token: {self.from_token} given, at least 0 required")
+        require(self.beat >= 0, f"beat: {self.beat} given, at least 0 required")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """The lease counts from the sending of Beat number `beat`."""
+
+    handoff_id: bytes
+    beat: int
+
+    def __post_init__(self) -> None:
+        _check_handoff_id(self.handoff_id)
+        require(self.beat >= 1, f"beat: {self.beat} given, at least 1 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,5 +208,5 @@ class Quiesced:
         _check_handoff_id(self.handoff_id)
 
 
-RequestMessage: TypeAlias = Start | Grant | Abort
-ResponseMessage: TypeAlias = Ready | Done | Failed | Quiesced
+RequestMessage: TypeAlias = Start | Grant | Renewed | Abort
+ResponseMessage: TypeAlias = Ready | Beat | Done | Failed | Quiesced

@@ -14,19 +14,24 @@ from collections.abc import Mapping
 from enum import Enum, unique
 from typing import TypeAlias
 
+from node_runtime.errors import InternalError, InvalidRequest
 from node_runtime.handoff.events import (
     Abort,
     Admitted,
     Allocated,
+    Beat,
     Begin,
     Completed,
     Done,
     Drained,
     Failed,
+    Fenced,
     GaveUp,
     Grant,
+    Progressed,
     Quiesced,
     Ready,
+    Renewed,
     Start,
     StreamClosed,
     Tick,
@@ -71,8 +76,32 @@ class Verdict(Enum):
 DecodeRow: TypeAlias = Mapping[type, DecodeState | Verdict]
 PrefillRow: TypeAlias = Mapping[type, PrefillState | Verdict]
 
-DECODE_EVENT_KINDS: tuple[type, ...] = (Begin, Allocated, Ready, Done, Failed, Quiesced, StreamClosed, GaveUp, Tick)
-PREFILL_EVENT_KINDS: tuple[type, ...] = (Start, Grant, Abort, Admitted, Completed, Drained, StreamClosed, GaveUp)
+DECODE_EVENT_KINDS: tuple[type, ...] = (
+    Begin,
+    Allocated,
+    Ready,
+    Beat,
+    Done,
+    Failed,
+    Quiesced,
+    Fenced,
+    StreamClosed,
+    GaveUp,
+    Tick,
+)
+PREFILL_EVENT_KINDS: tuple[type, ...] = (
+    Start,
+    Grant,
+    Renewed,
+    Abort,
+    Admitted,
+    Progressed,
+    Completed,
+    Drained,
+    StreamClosed,
+    GaveUp,
+    Tick,
+)
 
 DECODE_TERMINAL = frozenset({DecodeState.DONE, DecodeState.CLOSED})
 PREFILL_TERMINAL = frozenset({PrefillState.DONE, PrefillState.CLOSED})
@@ -86,9 +115,11 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Begin: _D.STARTED,
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.PEER_ERROR,
+        Beat: _V.PEER_ERROR,
         Done: _V.PEER_ERROR,
         Failed: _V.PEER_ERROR,
         Quiesced: _V.PEER_ERROR,
+        Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
         Tick: _V.IGNORED,
@@ -97,9 +128,13 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Begin: _V.LOCAL_ERROR,
         Allocated: _V.LOCAL_ERROR,
         Ready: _D.READY,
+        # It overtook Ready, which says what it is worth.
+        Beat: _V.IGNORED,
         Done: _V.PEER_ERROR,
         Failed: _D.CLOSED,
-        Quiesced: _V.PEER_ERROR,
+        # It overtook Failed: nothing was granted, and nothing will come of it.
+        Quiesced: _D.CLOSED,
+        Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
         Tick: _V.IGNORED,
@@ -108,32 +143,39 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Begin: _V.LOCAL_ERROR,
         Allocated: _D.GRANTED,
         Ready: _V.IGNORED,
+        Beat: _D.READY,
         Done: _V.PEER_ERROR,
         Failed: _D.CLOSED,
-        Quiesced: _V.PEER_ERROR,
+        Quiesced: _D.CLOSED,
+        Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
-        Tick: _V.IGNORED,
+        Tick: _D.CLOSED,
     },
     _D.GRANTED: {
         Begin: _V.LOCAL_ERROR,
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
+        Beat: _D.GRANTED,
         Done: _D.DONE,
         Failed: _D.QUARANTINED,
-        Quiesced: _V.PEER_ERROR,
+        Quiesced: _D.CLOSED,
+        Fenced: _V.LOCAL_ERROR,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _D.QUARANTINED,
-        Tick: _V.IGNORED,
+        Tick: _D.QUARANTINED,
     },
     _D.QUARANTINED: {
         Begin: _V.LOCAL_ERROR,
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
+        # The lease is not renewed any more.
+        Beat: _V.IGNORED,
         # A Done that crossed our Abort says that every write has landed and none will follow: as good as Quiesced.
         Done: _D.CLOSED,
         Failed: _V.IGNORED,
         Quiesced: _D.CLOSED,
+        Fenced: _D.CLOSED,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _V.IGNORED,
         Tick: _D.CLOSED,
@@ -142,9 +184,11 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Begin: _V.LOCAL_ERROR,
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
+        Beat: _V.IGNORED,
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
+        Fenced: _V.IGNORED,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,
         Tick: _V.IGNORED,
@@ -154,9 +198,11 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         # The scheduler may have allocated while our abort was on its way to it: MarkQuiesced has followed that abort.
         Allocated: _V.IGNORED,
         Ready: _V.IGNORED,
+        Beat: _V.IGNORED,
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
+        Fenced: _V.IGNORED,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,
         Tick: _V.IGNORED,
@@ -167,73 +213,105 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
     _P.OPEN: {
         Start: _P.QUEUED,
         Grant: _V.PEER_ERROR,
-        Abort: _V.PEER_ERROR,
+        Renewed: _V.PEER_ERROR,
+        # It overtook Start, which is then late.
+        Abort: _P.CLOSED,
         Admitted: _V.LOCAL_ERROR,
+        Progressed: _V.LOCAL_ERROR,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
         GaveUp: _P.CLOSED,
+        Tick: _V.IGNORED,
     },
     _P.QUEUED: {
         Start: _V.IGNORED,
         Grant: _V.PEER_ERROR,
+        Renewed: _V.PEER_ERROR,
         Abort: _P.CLOSED,
         Admitted: _P.READY,
+        Progressed: _V.IGNORED,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
         GaveUp: _P.CLOSED,
+        Tick: _V.IGNORED,
     },
     _P.READY: {
         Start: _V.IGNORED,
         Grant: _P.GRANTED,
+        # It overtook the grant, which names an older Beat and starts the lease all the same.
+        Renewed: _V.IGNORED,
         Abort: _P.CLOSED,
         Admitted: _V.LOCAL_ERROR,
+        Progressed: _V.IGNORED,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
         GaveUp: _P.CLOSED,
+        Tick: _P.READY,
     },
     _P.GRANTED: {
         Start: _V.IGNORED,
         Grant: _V.IGNORED,
+        Renewed: _P.GRANTED,
         Abort: _P.DRAINING,
         Admitted: _V.LOCAL_ERROR,
+        Progressed: _P.GRANTED,
         Completed: _P.DONE,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.DRAINING,
         GaveUp: _P.DRAINING,
+        Tick: _P.GRANTED,
     },
     _P.DRAINING: {
         Start: _V.IGNORED,
         Grant: _V.IGNORED,
+        Renewed: _V.IGNORED,
         Abort: _V.IGNORED,
         Admitted: _V.LOCAL_ERROR,
+        Progressed: _V.IGNORED,
         # The last write landed while the abort was on its way: the peer no longer wants it, Drained follows.
         Completed: _V.IGNORED,
         Drained: _P.CLOSED,
         StreamClosed: _P.DRAINING,
         GaveUp: _V.IGNORED,
+        Tick: _V.IGNORED,
     },
     _P.DONE: {
         Start: _V.IGNORED,
         Grant: _V.IGNORED,
+        Renewed: _V.IGNORED,
         Abort: _V.IGNORED,
         Admitted: _V.LOCAL_ERROR,
+        Progressed: _V.IGNORED,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,
+        Tick: _V.IGNORED,
     },
     _P.CLOSED: {
         Start: _V.IGNORED,
         Grant: _V.IGNORED,
+        Renewed: _V.IGNORED,
         Abort: _V.IGNORED,
         # The engine may report an admission that happened while our abort was on its way to it.
         Admitted: _V.IGNORED,
+        Progressed: _V.IGNORED,
         Completed: _V.IGNORED,
         Drained: _V.IGNORED,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,
+        Tick: _V.IGNORED,
     },
 }
+
+
+def refuse(verdict: Verdict, event: object, state: DecodeState | PrefillState) -> None:
+    """Raises InvalidRequest or InternalError for an event that its table calls an error."""
+    name = type(event).__name__
+    if verdict is Verdict.PEER_ERROR:
+        raise InvalidRequest(f"{name} is not allowed while the handoff is {state.value}")
+    if verdict is Verdict.LOCAL_ERROR:
+        raise InternalError(f"{name} cannot happen while the handoff is {state.value}")

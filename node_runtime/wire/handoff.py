@@ -11,6 +11,7 @@ from pdmesh.v1 import handoff_pb2
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
     Abort,
+    Beat,
     Done,
     Failed,
     Grant,
@@ -18,6 +19,7 @@ from node_runtime.handoff.messages import (
     HandoffTimings,
     Quiesced,
     Ready,
+    Renewed,
     RequestMessage,
     ResponseMessage,
     Start,
@@ -41,6 +43,9 @@ def request_to_proto(message: RequestMessage) -> handoff_pb2.HandoffRequest:
             return handoff_pb2.HandoffRequest(start=_start_to_proto(message))
         case Grant():
             return handoff_pb2.HandoffRequest(grant=_grant_to_proto(message))
+        case Renewed():
+            renewed = handoff_pb2.Renewed(handoff_id=message.handoff_id, beat=message.beat)
+            return handoff_pb2.HandoffRequest(renewed=renewed)
         case Abort():
             abort = handoff_pb2.Abort(handoff_id=message.handoff_id, reason=message.reason)
             return handoff_pb2.HandoffRequest(abort=abort)
@@ -57,18 +62,28 @@ def request_from_proto(message: handoff_pb2.HandoffRequest) -> RequestMessage:
                 return _start_from_proto(message.start)
             case "grant":
                 return _grant_from_proto(message.grant)
+            case "renewed":
+                return Renewed(handoff_id=message.renewed.handoff_id, beat=message.renewed.beat)
             case "abort":
                 return Abort(handoff_id=message.abort.handoff_id, reason=message.abort.reason)
             case _:
-                raise InvalidRequest("message: none of start, grant, abort is set")
+                raise InvalidRequest("message: none of start, grant, renewed, abort is set")
 
 
 def response_to_proto(message: ResponseMessage) -> handoff_pb2.HandoffResponse:
     """Prefill node to decode node."""
     match message:
         case Ready():
-            ready = handoff_pb2.Ready(handoff_id=message.handoff_id, cached_tokens=message.cached_tokens)
+            ready = handoff_pb2.Ready(
+                handoff_id=message.handoff_id,
+                cached_tokens=message.cached_tokens,
+                beat_interval_ms=message.beat_interval_ms,
+            )
             return handoff_pb2.HandoffResponse(ready=ready)
+        case Beat():
+            return handoff_pb2.HandoffResponse(
+                beat=handoff_pb2.Beat(handoff_id=message.handoff_id, number=message.number)
+            )
         case Done():
             return handoff_pb2.HandoffResponse(done=_done_to_proto(message))
         case Failed():
@@ -86,7 +101,14 @@ def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage
     with _naming(kind):
         match kind:
             case "ready":
-                return Ready(handoff_id=message.ready.handoff_id, cached_tokens=message.ready.cached_tokens)
+                ready = message.ready
+                return Ready(
+                    handoff_id=ready.handoff_id,
+                    cached_tokens=ready.cached_tokens,
+                    beat_interval_ms=ready.beat_interval_ms,
+                )
+            case "beat":
+                return Beat(handoff_id=message.beat.handoff_id, number=message.beat.number)
             case "done":
                 return _done_from_proto(message.done)
             case "failed":
@@ -95,7 +117,7 @@ def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage
             case "quiesced":
                 return Quiesced(handoff_id=message.quiesced.handoff_id)
             case _:
-                raise InvalidRequest("message: none of ready, done, failed, quiesced is set")
+                raise InvalidRequest("message: none of ready, beat, done, failed, quiesced is set")
 
 
 def _start_to_proto(start: Start) -> handoff_pb2.Start:
@@ -108,6 +130,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         num_logprobs=start.sampling.num_logprobs,
         decode_incarnation=start.decode_incarnation,
         prefill_incarnation=start.prefill_incarnation,
+        lease_ms=start.lease_ms,
     )
 
 
@@ -124,6 +147,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         extra_keys=tuple(start.extra_keys),
         decode_incarnation=start.decode_incarnation,
         prefill_incarnation=start.prefill_incarnation,
+        lease_ms=start.lease_ms,
     )
 
 
@@ -135,6 +159,8 @@ def _grant_to_proto(grant: Grant) -> handoff_pb2.Grant:
             handoff_pb2.GroupGrant(group_id=group.group_id, first_slot=group.first_slot, block_ids=group.block_ids)
             for group in grant.groups
         ],
+        lease_ms=grant.lease_ms,
+        beat=grant.beat,
     )
 
 
@@ -146,6 +172,8 @@ def _grant_from_proto(grant: handoff_pb2.Grant) -> Grant:
             GroupGrant(group_id=group.group_id, first_slot=group.first_slot, block_ids=tuple(group.block_ids))
             for group in grant.groups
         ),
+        lease_ms=grant.lease_ms,
+        beat=grant.beat,
     )
 
 

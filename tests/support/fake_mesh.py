@@ -101,7 +101,9 @@ class FakeMesh:
     ) -> FakeNode:
         made = self._make_core(Role.DECODE, fabric=self.fabric, **core)
         addresses = [item if isinstance(item, str) else item.address for item in prefill]
-        settings = DecodeNodeConfig(model="fake", prefill=addresses, drain_grace_s=5.0, **(config or {}))
+        settings = DecodeNodeConfig(
+            model="fake", prefill=addresses, **{"drain_grace_s": 5.0, "handoff_lease_s": 2.0, **(config or {})}
+        )
         fatal: list[BaseException] = []
         # One process: a stream breaks on both sides at once.
         node = DecodeNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append, peer_notice_bound_s=0.0)

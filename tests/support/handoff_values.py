@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model_runtime.sampler import SampledToken, SamplingParams
-from node_runtime.handoff.messages import Abort, Done, Failed, Grant, GroupGrant, Quiesced, Ready, Start
+from node_runtime.handoff.messages import Abort, Beat, Done, Failed, Grant, GroupGrant, Quiesced, Ready, Renewed, Start
 
 ID = b"h" * 16
 OTHER_ID = b"x" * 16
@@ -28,8 +28,16 @@ def grant(handoff_id: bytes = ID, **changes: object) -> Grant:
     return Grant(**{"handoff_id": handoff_id, "from_token": 0, "groups": GROUPS, **changes})
 
 
-def ready(handoff_id: bytes = ID) -> Ready:
-    return Ready(handoff_id=handoff_id, cached_tokens=4)
+def ready(handoff_id: bytes = ID, beat_interval_ms: int = 1000) -> Ready:
+    return Ready(handoff_id=handoff_id, cached_tokens=4, beat_interval_ms=beat_interval_ms)
+
+
+def beat(number: int, handoff_id: bytes = ID) -> Beat:
+    return Beat(handoff_id=handoff_id, number=number)
+
+
+def renewed(number: int, handoff_id: bytes = ID) -> Renewed:
+    return Renewed(handoff_id=handoff_id, beat=number)
 
 
 def done(handoff_id: bytes = ID) -> Done:

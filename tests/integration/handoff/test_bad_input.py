@@ -334,7 +334,7 @@ async def test_a_name_that_is_live_on_the_prefill_node_is_refused_there_too(raw:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (handoff_pb2.HandoffRequest(), "none of start, grant, abort is set"),
+        (handoff_pb2.HandoffRequest(), "none of start, grant, renewed, abort is set"),
         (handoff_pb2.HandoffRequest(abort=handoff_pb2.Abort(handoff_id=b"short")), "abort.handoff_id: 5 bytes given"),
     ],
 )

@@ -23,6 +23,7 @@ from node_runtime.engine.messages import EndReason
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
     Abort,
+    Beat,
     Done,
     Failed,
     Grant,
@@ -30,6 +31,7 @@ from node_runtime.handoff.messages import (
     HandoffTimings,
     Quiesced,
     Ready,
+    Renewed,
     RequestMessage,
     ResponseMessage,
     Start,
@@ -56,6 +58,7 @@ from node_runtime.wire.sampling import sampling_from_proto, token_from_proto
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+LEASE_MS = st.just(0) | st.integers(400, 60_000)
 MILLISECONDS = st.floats(0, 1e9)
 HANDOFF_ID = st.binary(min_size=16, max_size=16)
 PRINTABLE = st.text("abcXYZ09-_é", min_size=1, max_size=30)
@@ -84,6 +87,7 @@ starts = st.builds(
     extra_keys=st.lists(st.binary(max_size=64), max_size=8).map(tuple),
     decode_incarnation=UINT64,
     prefill_incarnation=UINT64,
+    lease_ms=LEASE_MS,
 )
 grants = st.builds(
     Grant,
@@ -93,6 +97,8 @@ grants = st.builds(
         st.builds(GroupGrant, group_id=PRINTABLE, first_slot=UINT32, block_ids=st.lists(UINT32, max_size=5).map(tuple)),
         max_size=3,
     ).map(tuple),
+    lease_ms=LEASE_MS,
+    beat=UINT32,
 )
 dones = st.builds(
     Done,
@@ -109,10 +115,16 @@ dones = st.builds(
         transfer_exposed_ms=MILLISECONDS,
     ),
 )
-request_messages = starts | grants | st.builds(Abort, handoff_id=HANDOFF_ID, reason=st.text())
+request_messages = (
+    starts
+    | grants
+    | st.builds(Renewed, handoff_id=HANDOFF_ID, beat=st.integers(1, 2**32 - 1))
+    | st.builds(Abort, handoff_id=HANDOFF_ID, reason=st.text())
+)
 response_messages = (
     dones
-    | st.builds(Ready, handoff_id=HANDOFF_ID, cached_tokens=UINT32)
+    | st.builds(Ready, handoff_id=HANDOFF_ID, cached_tokens=UINT32, beat_interval_ms=st.integers(0, 60_000))
+    | st.builds(Beat, handoff_id=HANDOFF_ID, number=st.integers(1, 2**32 - 1))
     | st.builds(Failed, handoff_id=HANDOFF_ID, code=st.integers(1, 16), message=st.text())
     | st.builds(Quiesced, handoff_id=HANDOFF_ID)
 )
@@ -227,9 +239,9 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_an_empty_handoff_message_is_refused_by_both_sides() -> None:
-    with pytest.raises(InvalidRequest, match="none of start, grant, abort is set"):
+    with pytest.raises(InvalidRequest, match="none of start, grant, renewed, abort is set"):
         request_from_proto(handoff_pb2.HandoffRequest())
-    with pytest.raises(InvalidRequest, match="none of ready, done, failed, quiesced is set"):
+    with pytest.raises(InvalidRequest, match="none of ready, beat, done, failed, quiesced is set"):
         response_from_proto(handoff_pb2.HandoffResponse())
 
 

@@ -8,10 +8,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from cache_runtime.transfer.engine import EngineClosed, LinkWedged, Run, TransferFailed, TransferReport
+from cache_runtime.transfer.engine import EngineClosed, LinkWedged, Run, TransferFailed, TransferReport, TransferRevoked
+from node_runtime.clock import ManualClock
 from prefill_node.outgoing import OutgoingTransfer, TransferDrained, TransferFault, TransferLanded, TransferNews
 
 RUN = Run(1, 2, 3)
+LEASE_END_S = 3.6
 
 
 class HeldLink:
@@ -50,8 +52,13 @@ def news() -> list[TransferNews]:
 
 
 @pytest.fixture
-def transfer(link: HeldLink, news: list[TransferNews]) -> OutgoingTransfer:
-    return OutgoingTransfer(link, news.append, write_timeout_s=1.0)
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def transfer(link: HeldLink, news: list[TransferNews], clock: ManualClock) -> OutgoingTransfer:
+    return OutgoingTransfer(link, news.append, now_s=clock.now_s, write_timeout_s=1.0, post_until_s=LEASE_END_S)
 
 
 def test_it_has_landed_when_all_was_posted_and_the_last_write_landed(transfer, link, news) -> None:
@@ -189,3 +196,30 @@ def test_what_waits_inside_the_data_plane_is_not_wanted_any_more_after_the_end(t
     else:
         transfer.fail(ValueError("no such block"))
     assert not link.wanted[0]()
+
+
+def test_from_the_end_of_its_lease_on_nothing_is_posted_and_what_waits_for_room_is_dropped(
+    transfer, link, news, clock
+) -> None:
+    transfer.post([RUN])
+    assert link.wanted[0]()
+    clock.advance(LEASE_END_S)
+    assert not link.wanted[0]()
+    transfer.post([RUN])
+    assert len(link.writes) == 1
+    (fault,) = news
+    assert isinstance(fault, TransferFault)
+    assert isinstance(fault.error, TransferRevoked)
+    transfer.complete()
+    link.land(0)
+    assert len(news) == 1
+
+
+def test_a_renewed_lease_lets_writes_be_posted_further(transfer, link, news, clock) -> None:
+    transfer.extend(LEASE_END_S + 1.0)
+    clock.advance(LEASE_END_S)
+    transfer.post([RUN])
+    assert link.wanted[0]()
+    link.land(0)
+    transfer.complete()
+    assert isinstance(news[-1], TransferLanded)

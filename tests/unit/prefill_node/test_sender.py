@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -113,7 +114,7 @@ class Pair:
             block_tables=lambda request_id: [self.tables[request_id]],
         )
         self.link = CopyingLink(self.source.arena, self.target.arena)
-        self.transfer = OutgoingTransfer(self.link, self.news.append, write_timeout_s=1.0)
+        self.transfer = OutgoingTransfer(self.link, self.news.append, now_s=time.monotonic, write_timeout_s=1.0)
 
     def grant(self, request_id: str, from_token: int, target_blocks: list[int]) -> None:
         first_slot = from_token // self.block_granularity

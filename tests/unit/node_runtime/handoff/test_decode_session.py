@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.handoff_values import GROUPS, ID, OTHER_ID, done, failed, grant, quiesced, ready, start
+from support.handoff_values import GROUPS, ID, OTHER_ID, beat, done, failed, grant, quiesced, ready, start
 
 from model_runtime.sampler import SampledToken
 from node_runtime.errors import InternalError, InvalidRequest
 from node_runtime.handoff import states
+from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import (
     AbortScheduling,
     Allocated,
@@ -17,6 +18,7 @@ from node_runtime.handoff.events import (
     DecodeAction,
     DecodeEvent,
     EndWithFailure,
+    Fenced,
     GaveUp,
     MarkDone,
     MarkQuiesced,
@@ -25,11 +27,12 @@ from node_runtime.handoff.events import (
     StreamClosed,
     Tick,
 )
-from node_runtime.handoff.messages import Abort
-from node_runtime.handoff.session import DecodeHandoff
+from node_runtime.handoff.messages import Abort, Renewed
 from node_runtime.handoff.states import DecodeState, Verdict
 
 DRAIN_BOUND_S = 5.0
+NOTICE_BOUND_S = 8.0
+LEASE_S = 4.0
 VOCAB_SIZE = 50
 
 ALLOCATED = Allocated(from_token=0, groups=GROUPS)
@@ -38,7 +41,19 @@ BROKEN = StreamClosed(code=14, message="connection reset")
 
 EVENTS: dict[type, DecodeEvent] = {
     type(event): event
-    for event in (Begin(), ALLOCATED, ready(), done(), failed(), quiesced(), BROKEN, CANCELLED, Tick())
+    for event in (
+        Begin(),
+        ALLOCATED,
+        ready(),
+        beat(1),
+        done(),
+        failed(),
+        quiesced(),
+        Fenced(),
+        BROKEN,
+        CANCELLED,
+        Tick(),
+    )
 }
 # The shortest way into each state.
 WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
@@ -52,8 +67,17 @@ WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
 }
 
 
+def new_session(lease_s: float = LEASE_S) -> DecodeHandoff:
+    return DecodeHandoff(
+        start(lease_ms=round(lease_s * 1000)),
+        drain_bound_s=DRAIN_BOUND_S,
+        notice_bound_s=NOTICE_BOUND_S,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
 def in_state(state: DecodeState) -> DecodeHandoff:
-    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, vocab_size=VOCAB_SIZE)
+    session = new_session()
     for event in WAYS[state]:
         session.handle(event, 0.0)
     assert session.state is state
@@ -65,10 +89,10 @@ def kinds(actions: tuple[DecodeAction, ...]) -> list[type]:
 
 
 def test_a_good_handoff_sends_start_and_grant_and_ends_with_the_first_token() -> None:
-    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, vocab_size=VOCAB_SIZE)
-    assert session.handle(Begin(), 0.0) == (Send(message=start()),)
+    session = new_session()
+    assert session.handle(Begin(), 0.0) == (Send(message=start(lease_ms=4000)),)
     assert session.handle(ready(), 1.0) == (MarkReady(cached_tokens=4),)
-    assert session.handle(ALLOCATED, 2.0) == (Send(message=grant()),)
+    assert session.handle(ALLOCATED, 2.0) == (Send(message=grant(lease_ms=4000)),)
     assert session.handle(done(), 3.0) == (MarkDone(done=done()),)
     assert session.is_terminal
 
@@ -101,7 +125,9 @@ def test_the_session_follows_its_table(state: DecodeState, kind: type) -> None:
 
 
 @pytest.mark.parametrize("state", DecodeState)
-@pytest.mark.parametrize("message", [ready(OTHER_ID), done(OTHER_ID), failed(OTHER_ID), quiesced(OTHER_ID)])
+@pytest.mark.parametrize(
+    "message", [ready(OTHER_ID), beat(1, OTHER_ID), done(OTHER_ID), failed(OTHER_ID), quiesced(OTHER_ID)]
+)
 def test_messages_of_another_handoff_change_nothing(state: DecodeState, message: DecodeEvent) -> None:
     session = in_state(state)
     assert session.handle(message, 0.0) == ()
@@ -131,30 +157,99 @@ def test_granted_blocks_are_quarantined_when_the_handoff_fails(end: DecodeEvent)
     assert session.state is DecodeState.QUARANTINED
 
 
-def test_quarantine_ends_when_the_peer_is_quiet_however_long_it_takes() -> None:
+@pytest.mark.parametrize("proof", [quiesced(), Fenced()], ids=["the peer is quiet", "our data plane vouches"])
+def test_quarantine_ends_with_a_proof_that_nothing_can_land(proof: DecodeEvent) -> None:
     session = in_state(DecodeState.QUARANTINED)
-    assert session.wakeup_at_s is None
-    assert session.handle(Tick(), 1e9) == ()
-    assert session.handle(quiesced(), 1e9) == (MarkQuiesced(),)
+    assert session.handle(proof, 0.5) == (MarkQuiesced(),)
     assert session.state is DecodeState.CLOSED
+    assert session.wakeup_at_s is None
 
 
-def test_quarantine_after_a_broken_stream_lasts_exactly_the_drain_bound() -> None:
-    session = in_state(DecodeState.GRANTED)
-    session.handle(BROKEN, 100.0)
-    assert session.wakeup_at_s == 100.0 + DRAIN_BOUND_S
-    assert session.handle(Tick(), 104.999) == ()
-    assert session.handle(Tick(), 105.0) == (MarkQuiesced(),)
+@pytest.mark.parametrize("end", [CANCELLED, failed(), BROKEN], ids=["given up", "failed", "stream broke"])
+def test_quarantine_without_a_proof_lasts_exactly_the_lease_and_the_drain_bound(end: DecodeEvent) -> None:
+    session = in_state(DecodeState.READY)
+    session.handle(beat(1), 100.0)
+    session.handle(ALLOCATED, 101.0)
+    session.handle(end, 102.0)
+    assert session.wakeup_at_s == 100.0 + LEASE_S + DRAIN_BOUND_S
+    session.handle(BROKEN, 103.0)
+    session.handle(beat(2), 103.0)
+    assert session.handle(Tick(), 108.999) == ()
+    assert session.handle(Tick(), 109.0) == (MarkQuiesced(),)
     assert session.is_terminal
     assert session.wakeup_at_s is None
 
 
-def test_a_stream_that_breaks_during_quarantine_starts_the_drain_bound() -> None:
-    session = in_state(DecodeState.QUARANTINED)
-    assert session.handle(BROKEN, 50.0) == ()
-    assert session.wakeup_at_s == 50.0 + DRAIN_BOUND_S
+def test_each_beat_renews_the_lease_of_a_grant_and_is_answered_once() -> None:
+    session = in_state(DecodeState.GRANTED)
+    assert session.wakeup_at_s == LEASE_S
+    assert session.handle(beat(1), 3.0) == (Send(message=Renewed(handoff_id=ID, beat=1)),)
+    assert session.wakeup_at_s == 3.0 + LEASE_S
+    assert session.handle(beat(3), 4.0) == (Send(message=Renewed(handoff_id=ID, beat=3)),)
+    assert session.handle(beat(2), 5.0) == session.handle(beat(3), 5.0) == ()
+    assert session.wakeup_at_s == 4.0 + LEASE_S
+
+
+def test_the_grant_names_the_newest_beat() -> None:
+    session = in_state(DecodeState.READY)
+    assert session.handle(beat(1), 1.0) == session.handle(beat(2), 2.0) == ()
+    assert session.handle(ALLOCATED, 3.0) == (Send(message=grant(lease_ms=4000, beat=2)),)
+
+
+@pytest.mark.parametrize("state", [DecodeState.READY, DecodeState.GRANTED])
+def test_a_peer_that_is_silent_for_a_lease_is_given_up(state: DecodeState) -> None:
+    session = in_state(state)
+    session.handle(beat(1), 2.0)
+    assert session.handle(Tick(), 5.999) == ()
+    actions = session.handle(Tick(), 6.0)
+    assert kinds(actions)[:2] == [Abort, AbortScheduling]
+    assert isinstance(actions[-1], EndWithFailure)
+    assert actions[-1].code == 14
+    assert "no sign of life for 4 s" in actions[-1].message
+
+
+def test_waiting_in_the_peers_queue_is_not_silence() -> None:
+    session = in_state(DecodeState.STARTED)
+    assert session.wakeup_at_s is None
+    assert session.handle(Tick(), 1e9) == ()
+
+
+@pytest.mark.parametrize("state", [DecodeState.STARTED, DecodeState.READY, DecodeState.GRANTED])
+def test_a_peer_that_is_quiet_before_it_said_why_has_ended_the_handoff(state: DecodeState) -> None:
+    session = in_state(state)
+    actions = session.handle(quiesced(), 0.0)
+    assert kinds(actions) == [AbortScheduling, MarkQuiesced, EndWithFailure]
+    assert session.handle(failed(), 0.0) == ()
+
+
+# A peer of a release that knows no leases.
+
+
+def granted_by_an_old_peer() -> DecodeHandoff:
+    session = new_session()
+    for event in (Begin(), replace(ready(), beat_interval_ms=0)):
+        session.handle(event, 0.0)
+    assert session.handle(ALLOCATED, 0.0) == (Send(message=grant()),)
+    return session
+
+
+def test_a_peer_that_knows_no_leases_is_not_timed() -> None:
+    session = granted_by_an_old_peer()
+    assert session.wakeup_at_s is None
+    assert session.handle(Tick(), 1e9) == ()
+    session.handle(CANCELLED, 1e9)
+    assert session.wakeup_at_s is None
+    assert session.handle(quiesced(), 2e9) == (MarkQuiesced(),)
+
+
+def test_without_leases_quarantine_after_a_broken_stream_lasts_until_the_peer_noticed_and_drained() -> None:
+    session = granted_by_an_old_peer()
+    session.handle(CANCELLED, 10.0)
+    session.handle(BROKEN, 50.0)
     session.handle(BROKEN, 54.0)
-    assert session.wakeup_at_s == 50.0 + DRAIN_BOUND_S
+    assert session.wakeup_at_s == 50.0 + NOTICE_BOUND_S + DRAIN_BOUND_S
+    assert session.handle(Tick(), 62.999) == ()
+    assert session.handle(Tick(), 63.0) == (MarkQuiesced(),)
 
 
 def test_a_done_that_crosses_our_abort_proves_that_the_peer_is_quiet() -> None:
@@ -190,6 +285,7 @@ def test_an_abort_is_sent_only_where_there_is_somebody_to_hear_it() -> None:
             "transferred_blocks: 1 given, 2 blocks were granted",
         ),
         (DecodeState.STARTED, replace(ready(), cached_tokens=5), "cached_tokens: 5 given, less than 5"),
+        (DecodeState.STARTED, replace(ready(), beat_interval_ms=1334), "beat_interval_ms: 1334 given, at most 1333"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_and_leave_the_handoff_where_it_was(

@@ -60,16 +60,14 @@ def test_from_every_state_a_terminal_one_can_be_reached(side) -> None:
     assert reached == set(table)
 
 
-def test_granted_memory_is_given_back_only_by_done_quiet_or_time() -> None:
+def test_granted_memory_is_given_back_only_by_done_quiet_a_vouching_plane_or_time() -> None:
     row = states.DECODE_TABLE[DecodeState.QUARANTINED]
     leaving = {kind.__name__ for kind, target in row.items() if target is DecodeState.CLOSED}
-    assert leaving == {"Done", "Quiesced", "Tick"}
+    assert leaving == {"Done", "Quiesced", "Fenced", "Tick"}
     assert row[Tick] is DecodeState.CLOSED
     granted = states.DECODE_TABLE[DecodeState.GRANTED]
-    assert {target for target in granted.values() if isinstance(target, DecodeState)} == {
-        DecodeState.DONE,
-        DecodeState.QUARANTINED,
-    }
+    assert {kind.__name__ for kind, target in granted.items() if target is DecodeState.DONE} == {"Done"}
+    assert {kind.__name__ for kind, target in granted.items() if target is DecodeState.CLOSED} == {"Quiesced"}
 
 
 def test_source_blocks_are_given_back_only_when_every_write_is_terminal() -> None:
@@ -77,6 +75,7 @@ def test_source_blocks_are_given_back_only_when_every_write_is_terminal() -> Non
     assert {kind.__name__ for kind, target in row.items() if target is PrefillState.CLOSED} == {"Drained"}
     granted = states.PREFILL_TABLE[PrefillState.GRANTED]
     assert {target for target in granted.values() if isinstance(target, PrefillState)} == {
+        PrefillState.GRANTED,
         PrefillState.DONE,
         PrefillState.DRAINING,
     }
