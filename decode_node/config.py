@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -10,6 +10,8 @@ from node_runtime.config import ComputeNodeConfig
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.lease import DEFAULT_LEASE_S, MAX_LEASE_S, MIN_LEASE_S
 from node_runtime.rpc.address import parse_address
+
+VerifyTransfers: TypeAlias = Literal["off", "sample", "all"]
 
 
 class FusedNodeConfig(ComputeNodeConfig):
@@ -35,6 +37,19 @@ class DecodeNodeConfig(ComputeNodeConfig):
         le=MAX_LEASE_S,
         description="How long a prefill node may write into this node, or be silent, without a renewal. Seconds.",
     )
+
+    verify_transfers: VerifyTransfers = Field(
+        default="off",
+        description="Which handoffs are compared with their sender's checksums before decoding: off, sample, all.",
+    )
+    verify_sample: float = Field(
+        default=0.05, gt=0, le=1, description="Share of the handoffs that verify_transfers=sample verifies."
+    )
+
+    @property
+    def verified_fraction(self) -> float:
+        """Share of the handoffs to verify, 0 to 1."""
+        return {"off": 0.0, "sample": self.verify_sample, "all": 1.0}[self.verify_transfers]
 
     @field_validator("prefill")
     @classmethod

@@ -16,6 +16,7 @@ from typing import assert_never
 from pdmesh.v1 import handoff_pb2, prefill_pb2_grpc
 
 from decode_node.peers import PrefillPeer
+from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import AcceptFirstToken, GrantOffered, PostEvents
@@ -35,6 +36,8 @@ from node_runtime.handoff.events import (
     Send,
     StreamClosed,
     Tick,
+    Verified,
+    Verify,
 )
 from node_runtime.handoff.messages import Done, RequestMessage, Start
 from node_runtime.rpc import DuplexCall, code_number, error_from_code
@@ -83,6 +86,7 @@ class IncomingHandoff:
         drain_bound_s: float,
         notice_bound_s: float,
         vocab_size: int,
+        verifier: TransferVerifier,
         on_suspect: Callable[[str], None],
     ) -> None:
         """`on_suspect` hears why the peer must be bootstrapped anew before its next use."""
@@ -91,6 +95,8 @@ class IncomingHandoff:
         self._engine = engine
         self._clock = clock
         self._on_suspect = on_suspect
+        self._verifier = verifier
+        self._verifying: asyncio.Task[None] | None = None
         self._session = DecodeHandoff(
             start, drain_bound_s=drain_bound_s, notice_bound_s=notice_bound_s, vocab_size=vocab_size
         )
@@ -216,6 +222,8 @@ class IncomingHandoff:
                 self._cached_tokens = action.cached_tokens
                 self.ready_at_s = self._clock.now_s()
                 self._post(ReadyEvent(self._engine_id))
+            case Verify():
+                self._verifying = asyncio.create_task(self._verify(action))
             case MarkDone():
                 self._engine.post(AcceptFirstToken(request_id=self._engine_id, token=action.done.first_token))
                 if not self.outcome.done():
@@ -228,6 +236,19 @@ class IncomingHandoff:
                 self._fail(action)
             case _:
                 assert_never(action)
+
+    async def _verify(self, wanted: Verify) -> None:
+        try:
+            damage = await asyncio.to_thread(self._verifier.find_damage, wanted.groups, wanted.done.checksums)
+        except Exception:
+            _log.exception("a transfer cannot be verified")
+            self._feed(GaveUp(code=_INTERNAL, message="internal error; the log of the decode node has the details"))
+            return
+        self._verifier.count(is_damaged=bool(damage))
+        if damage:
+            _log.error("handoff with prefill node %s: %s", self._peer.node_id, damage)
+            self._on_suspect(damage)
+        self._feed(Verified(damage=damage))
 
     def _fail(self, failure: EndWithFailure) -> None:
         error = error_from_code(failure.code, failure.message, self._peer.address)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from decode_node.generation import Generation
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.receiver import HandoffFailedError, IncomingHandoff, Received, may_retry
+from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.errors import RequestCancelled
@@ -43,6 +44,7 @@ class RemotePrefill:
         notice_bound_s: float,
         lease_s: float,
         vocab_size: int,
+        verifier: TransferVerifier,
     ) -> None:
         """`drain_bound_s`, `notice_bound_s`: see DecodeHandoff. `lease_s`: what is granted to prefill nodes."""
         self._incarnation = incarnation
@@ -54,6 +56,7 @@ class RemotePrefill:
         self._notice_bound_s = notice_bound_s
         self._lease_ms = round(lease_s * 1000)
         self._vocab_size = vocab_size
+        self._verifier = verifier
         self._tasks: dict[asyncio.Task[None], IncomingHandoff] = {}
 
     @property
@@ -103,6 +106,7 @@ class RemotePrefill:
             decode_incarnation=self._incarnation,
             prefill_incarnation=peer.incarnation,
             lease_ms=self._lease_ms,
+            wants_checksums=self._verifier.wants_next(),
         )
         handoff = IncomingHandoff(
             engine_id=generation.engine_id,
@@ -113,6 +117,7 @@ class RemotePrefill:
             drain_bound_s=self._drain_bound_s,
             notice_bound_s=self._notice_bound_s,
             vocab_size=self._vocab_size,
+            verifier=self._verifier,
             on_suspect=lambda reason: self._peers.suspect(peer, reason),
         )
         generation.on_grant = handoff.on_grant

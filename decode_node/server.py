@@ -14,6 +14,7 @@ from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.peers import PrefillPeers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.service import DecodeLimits, DecodeService
+from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
@@ -35,6 +36,7 @@ class _Receiving:
 
     peers: PrefillPeers
     remote: RemotePrefill
+    verifier: TransferVerifier
     addresses: tuple[str, ...]
 
 
@@ -132,6 +134,12 @@ class DecodeNode:
             max_message_bytes=config.max_message_bytes,
             on_change=self._update_health,
         )
+        verifier = TransferVerifier(
+            data_plane.manifest.logical,
+            data_plane.manifest.ranks[0],
+            fraction=config.verified_fraction,
+            seed=secrets.randbits(64),
+        )
         remote = RemotePrefill(
             incarnation=self._incarnation,
             peers=peers,
@@ -142,8 +150,9 @@ class DecodeNode:
             notice_bound_s=self._peer_notice_bound_s,
             lease_s=config.handoff_lease_s,
             vocab_size=self._core.facts.vocab_size,
+            verifier=verifier,
         )
-        return _Receiving(peers=peers, remote=remote, addresses=config.prefill)
+        return _Receiving(peers=peers, remote=remote, verifier=verifier, addresses=config.prefill)
 
     def _make_reporter(self) -> ComputeReporter:
         receiving = self._receiving
@@ -155,6 +164,9 @@ class DecodeNode:
             is_serving=lambda: self.is_ready,
             num_handoffs=lambda: receiving.remote.num_handoffs if receiving else 0,
             peers=lambda: receiving.peers.statuses() if receiving else (),
+            verifications=lambda: (
+                (receiving.verifier.num_verified, receiving.verifier.num_damaged) if receiving else (0, 0)
+            ),
         )
 
     def _update_health(self) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
+from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.engine import TransferError, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.schema import LogicalManifest
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -54,10 +57,11 @@ from node_runtime.handoff.events import (
     SubmitPrompt,
     Tick,
 )
-from node_runtime.handoff.messages import Done, Grant, HandoffTimings, ResponseMessage, Start
+from node_runtime.handoff.messages import Done, FieldChecksums, Grant, HandoffTimings, ResponseMessage, Start
 from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import PrefillState
 from node_runtime.rpc import code_number
+from prefill_node.checksums import TransferChecksums, granted_slots
 from prefill_node.outgoing import (
     OutgoingTransfer,
     TransferDrained,
@@ -107,6 +111,29 @@ class Progress:
     first_token_at_s: float | None = None
     is_handed_over: bool = False
     transfer: TransferSummary | None = None
+    # Empty until all are taken, and when none are wanted.
+    checksums: tuple[FieldChecksums, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumTools:
+    """What the checksums of a prefill node's transfers are taken with."""
+
+    logical: LogicalManifest
+    hasher: BlockHasher
+    executor: Executor
+
+    def begin(
+        self,
+        grant: Grant,
+        on_complete: Callable[[tuple[FieldChecksums, ...]], None],
+        on_fault: Callable[[Exception], None],
+    ) -> TransferChecksums:
+        """The checksums of one handoff; both callables are called on the executor's thread."""
+        slots = granted_slots(self.logical, grant)
+        return TransferChecksums(
+            self.hasher, self.executor, granted_slots=slots, on_complete=on_complete, on_fault=on_fault
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +144,7 @@ class HandoffTools:
     sender: PrefillSender
     peers: DecodePeers
     clock: Clock
+    checksums: ChecksumTools
 
 
 class PromptHandoff:
@@ -146,6 +174,7 @@ class PromptHandoff:
         self._transfer: OutgoingTransfer | None = None
         self._num_granted_blocks = 0
         self._handoff_id = b""
+        self._wants_checksums = False
         self._broken_rule: InvalidRequest | None = None
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
@@ -166,6 +195,7 @@ class PromptHandoff:
         for action in self._session.handle(start, self._tools.clock.now_s()):
             self._carry_out(action)
         self._handoff_id = start.handoff_id
+        self._wants_checksums = start.wants_checksums
 
     def feed(self, event: PrefillEvent) -> None:
         """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""
@@ -243,7 +273,10 @@ class PromptHandoff:
             write_timeout_s=WRITE_TIMEOUT_S,
             post_until_s=post_until_s,
         )
-        self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer)
+        checksums = None
+        if self._wants_checksums:
+            checksums = self._tools.checksums.begin(grant, self._hop, self._transfer.fail)
+        self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))
 
@@ -273,15 +306,18 @@ class PromptHandoff:
 
     # What the other threads report.
 
-    def _hop(self, news: TransferNews) -> None:
-        """Called by the engine's or the data plane's thread."""
+    def _hop(self, news: TransferNews | tuple[FieldChecksums, ...]) -> None:
+        """Called by the engine's, the data plane's or the checksums' thread."""
         try:
             self._event_loop.call_soon_threadsafe(self._on_news, news)
         except RuntimeError:
             _log.debug("transfer news came after the event loop was closed")
 
-    def _on_news(self, news: TransferNews) -> None:
+    def _on_news(self, news: TransferNews | tuple[FieldChecksums, ...]) -> None:
         match news:
+            case tuple():
+                self.progress.checksums = news
+                self._complete_if_whole()
             case TransferLanded():
                 self.progress.transfer = news.summary
                 self._complete_if_whole()
@@ -325,6 +361,8 @@ class PromptHandoff:
         progress = self.progress
         if not progress.is_handed_over or progress.transfer is None or progress.first_token is None:
             return
+        if self._wants_checksums and not progress.checksums:
+            return
         done = Done(
             handoff_id=self._handoff_id,
             first_token=progress.first_token,
@@ -332,6 +370,7 @@ class PromptHandoff:
             transferred_blocks=self._num_granted_blocks,
             transferred_runs=progress.transfer.num_runs,
             timings=measured_timings(progress),
+            checksums=progress.checksums,
         )
         self.feed(Completed(done=done))
 

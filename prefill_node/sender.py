@@ -24,6 +24,7 @@ from cache_runtime.transfer.engine import Run
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
 from node_runtime.handoff.messages import Grant, GroupGrant
+from prefill_node.checksums import TransferChecksums
 from prefill_node.outgoing import OutgoingTransfer
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class _Delivery:
     grants: tuple[GroupGrant, ...]  # in the scheduler's order of groups
     target: RankPlacement
     transfer: OutgoingTransfer
+    checksums: TransferChecksums | None
     next_slots: list[list[int]]  # [stage][group]: first table slot that was not posted
     open_stages: set[int]  # not yet posted to the prompt's end
 
@@ -71,6 +73,7 @@ class _Granted:
     grant: Grant
     target: RankPlacement
     transfer: OutgoingTransfer
+    checksums: TransferChecksums | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +113,18 @@ class PrefillSender:
         """Stages computed so far, of all prompts: stands still when the engine does. Readable from every thread."""
         return self._num_stages
 
-    def grant(self, request_id: str, grant: Grant, target: RankPlacement, transfer: OutgoingTransfer) -> None:
+    def grant(
+        self,
+        request_id: str,
+        grant: Grant,
+        target: RankPlacement,
+        transfer: OutgoingTransfer,
+        checksums: TransferChecksums | None = None,
+    ) -> None:
         """Opens the way for a prompt's blocks. Takes effect at the next stage, or the next `poll` of an idle engine."""
-        self._mail.append(_Granted(request_id=request_id, grant=grant, target=target, transfer=transfer))
+        self._mail.append(
+            _Granted(request_id=request_id, grant=grant, target=target, transfer=transfer, checksums=checksums)
+        )
 
     def forget(self, request_id: str) -> None:
         """Drops what is known about a prompt whose handoff is over. Stopping its transfer is the caller's business."""
@@ -165,6 +177,7 @@ class PrefillSender:
             grants=grants,
             target=mail.target,
             transfer=mail.transfer,
+            checksums=mail.checksums,
             next_slots=[[group.first_slot for group in grants] for _ in self._stages],
             open_stages=set(range(len(self._stages))),
         )
@@ -186,6 +199,8 @@ class PrefillSender:
             delivery.transfer.post(runs)
         if not delivery.open_stages:
             delivery.transfer.complete()
+            if delivery.checksums is not None:
+                delivery.checksums.complete()
 
     def _take_runs(self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int]) -> tuple[Run, ...]:
         runs: list[Run] = []
@@ -210,6 +225,8 @@ class PrefillSender:
     ) -> tuple[Run, ...]:
         granted = delivery.grants[fields.group_index]
         targets = granted.block_ids[begin_slot - granted.first_slot : end_slot - granted.first_slot]
+        if delivery.checksums is not None:
+            delivery.checksums.add(fields.field_ids, begin_slot, table[begin_slot:end_slot].tolist())
         return plan_block_runs(
             self._source,
             delivery.target,

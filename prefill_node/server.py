@@ -6,9 +6,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
+from cache_runtime.transfer.checksums import BlockHasher
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
@@ -19,7 +21,7 @@ from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
 from node_runtime.rpc import NodeService, RpcServer, Telemetry
 from prefill_node.config import PrefillNodeConfig
-from prefill_node.handoff import HandoffTools
+from prefill_node.handoff import ChecksumTools, HandoffTools
 from prefill_node.peers import DecodePeers
 from prefill_node.sender import PrefillSender
 from prefill_node.service import PrefillLimits, PrefillService
@@ -46,6 +48,7 @@ class PrefillNode:
         self._core = core
         self._transfer = data_plane.engine
         self._is_serving = False
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         incarnation = secrets.randbits(64) or 1
         probes = ProbeBuffer()
         self._transfer.register(probes.base_address, probes.num_bytes)
@@ -74,7 +77,17 @@ class PrefillNode:
                 max_request_tokens=core.scheduler.max_request_tokens,
                 max_waiting_requests=config.max_waiting_requests,
             ),
-            tools=HandoffTools(engine=self.engine, sender=sender, peers=self._peers, clock=clock),
+            tools=HandoffTools(
+                engine=self.engine,
+                sender=sender,
+                peers=self._peers,
+                clock=clock,
+                checksums=ChecksumTools(
+                    logical=data_plane.manifest.logical,
+                    hasher=BlockHasher(data_plane.manifest.ranks[0]),
+                    executor=self._hashing,
+                ),
+            ),
             telemetry=telemetry,
         )
         reporter = ComputeReporter(
@@ -108,6 +121,7 @@ class PrefillNode:
         self._is_serving = False
         await self._server.stop(self._config.drain_grace_s)
         await asyncio.to_thread(self.engine.stop)
+        self._hashing.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
         self._transfer.close()
 

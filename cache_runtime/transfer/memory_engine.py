@@ -40,6 +40,7 @@ class _Faults:
     unreachable: bool = False
     held: bool = False
     runs_until_failure: int | None = None
+    runs_until_flip: int | None = None
 
 
 class MemoryFabric:
@@ -83,6 +84,11 @@ class MemoryFabric:
         with self.changed:
             self.faults(endpoint).runs_until_failure = num_runs
             self.changed.notify_all()
+
+    def flip_bit(self, endpoint: str, num_runs: int) -> None:
+        """After `num_runs` more runs to the endpoint one lands with a bit that was not sent, and nobody is told."""
+        with self.changed:
+            self.faults(endpoint).runs_until_flip = num_runs
 
     def hold(self, endpoint: str) -> None:
         """Nothing lands at the endpoint until `release`."""
@@ -233,6 +239,10 @@ class MemoryEngine:
         ctypes.memmove(run.target_address, run.source_address, run.length_bytes)
         write.num_landed += 1
         faults = self._fabric.faults(write.link.peer)
+        if faults.runs_until_flip is not None:
+            if faults.runs_until_flip == 0:
+                ctypes.c_ubyte.from_address(run.target_address + run.length_bytes // 2).value ^= 1
+            faults.runs_until_flip = faults.runs_until_flip - 1 if faults.runs_until_flip else None
         if faults.runs_until_failure is not None:
             faults.runs_until_failure -= 1
 

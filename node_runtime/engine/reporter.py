@@ -23,20 +23,26 @@ class ComputeReporter:
         is_serving: Callable[[], bool],
         num_handoffs: Callable[[], int],
         peers: Callable[[], Sequence[mesh_pb2.PeerStatus]],
+        verifications: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """`clear_cache` is run on the engine thread; the other callables are read on the event loop."""
+        """`clear_cache` is run on the engine thread; the other callables are read on the event loop.
+
+        `verifications` gives the number of verified handoffs and of the damaged ones among them.
+        """
         self._info = info
         self._engine = engine
         self._clear_cache = clear_cache
         self._is_serving = is_serving
         self._num_handoffs = num_handoffs
         self._peers = peers
+        self._verifications = verifications
 
     def info(self) -> mesh_pb2.NodeInfo:
         return self._info
 
     async def status(self) -> mesh_pb2.NodeStatus:
         snapshot = self._engine.snapshot
+        num_verified, num_damaged = self._verifications()
         return mesh_pb2.NodeStatus(
             serving=self._is_serving(),
             num_waiting_requests=snapshot.num_waiting,
@@ -52,6 +58,8 @@ class ComputeReporter:
             peers=self._peers(),
             num_steps=snapshot.num_steps,
             num_retractions=snapshot.num_retractions,
+            num_verified_handoffs=num_verified,
+            num_damaged_handoffs=num_damaged,
         )
 
     async def clear_cache(self) -> bool:

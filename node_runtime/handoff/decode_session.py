@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from node_runtime.errors import InternalError
 from node_runtime.handoff.checks import check_done, check_ready
 from node_runtime.handoff.events import (
     Abort,
@@ -19,6 +20,7 @@ from node_runtime.handoff.events import (
     Fenced,
     GaveUp,
     Grant,
+    GroupGrant,
     MarkDone,
     MarkQuiesced,
     MarkReady,
@@ -29,11 +31,14 @@ from node_runtime.handoff.events import (
     Start,
     StreamClosed,
     Tick,
+    Verified,
+    Verify,
 )
 from node_runtime.handoff.lease import ReceiverLease
 from node_runtime.handoff.states import DECODE_TABLE, DECODE_TERMINAL, DecodeState, Verdict, refuse
 
 UNAVAILABLE = 14
+DATA_LOSS = 15
 
 _RESPONSES = (Ready, Beat, Done, Failed, Quiesced)
 _MS_PER_S = 1000
@@ -57,7 +62,8 @@ class DecodeHandoff:
         """
         self._start = start
         self._vocab_size = vocab_size
-        self._num_granted_blocks = 0
+        self._groups: tuple[GroupGrant, ...] = ()
+        self._done: Done | None = None
         self._drain_bound_s = drain_bound_s
         self._notice_bound_s = notice_bound_s
         self._state = DecodeState.OPEN
@@ -103,7 +109,8 @@ class DecodeHandoff:
         if isinstance(event, Ready):
             check_ready(event, num_prompt_tokens=len(self._start.token_ids), lease_ms=self._start.lease_ms)
         elif isinstance(event, Done):
-            check_done(event, vocab_size=self._vocab_size, num_granted_blocks=self._num_granted_blocks)
+            num_blocks = sum(len(group.block_ids) for group in self._groups)
+            check_done(event, vocab_size=self._vocab_size, num_granted_blocks=num_blocks)
 
     def _actions(self, previous: DecodeState, event: DecodeEvent, now_s: float) -> tuple[DecodeAction, ...]:
         match event:
@@ -116,7 +123,9 @@ class DecodeHandoff:
             case Allocated():
                 return (Send(message=self._grant(event)),)
             case Done():
-                return (MarkDone(done=event),) if self._state is DecodeState.DONE else (MarkQuiesced(),)
+                return self._landed(event)
+            case Verified():
+                return self._verified(event)
             case Quiesced():
                 return self._quiet(previous)
             case Fenced():
@@ -146,7 +155,7 @@ class DecodeHandoff:
         return (Send(message=Renewed(handoff_id=self.handoff_id, beat=event.number)),) if self._stream_open else ()
 
     def _grant(self, allocated: Allocated) -> Grant:
-        self._num_granted_blocks = sum(len(group.block_ids) for group in allocated.groups)
+        self._groups = allocated.groups
         return Grant(
             handoff_id=self.handoff_id,
             from_token=allocated.from_token,
@@ -154,6 +163,22 @@ class DecodeHandoff:
             lease_ms=0 if self._lease is None else self._start.lease_ms,
             beat=0 if self._lease is None else self._lease.last_beat,
         )
+
+    def _landed(self, done: Done) -> tuple[DecodeAction, ...]:
+        if self._state is not DecodeState.DONE:
+            return (MarkQuiesced(),)
+        if not self._start.wants_checksums or not done.checksums:
+            return (MarkDone(done=done),)
+        self._state, self._done = DecodeState.VERIFYING, done
+        return (Verify(done=done, groups=self._groups),)
+
+    def _verified(self, event: Verified) -> tuple[DecodeAction, ...]:
+        if self._done is None:
+            raise InternalError("the handoff has nothing to verify")
+        if not event.damage:
+            return (MarkDone(done=self._done),)
+        self._state = DecodeState.CLOSED
+        return self._end(code=DATA_LOSS, message=event.damage)
 
     def _quiet(self, previous: DecodeState) -> tuple[DecodeAction, ...]:
         if previous is DecodeState.QUARANTINED:

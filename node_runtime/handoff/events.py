@@ -66,6 +66,8 @@ __all__ = [
     "StreamClosed",
     "SubmitPrompt",
     "Tick",
+    "Verified",
+    "Verify",
 ]
 
 
@@ -116,6 +118,13 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """After Verify: the blocks were compared with the checksums. `damage` says where they differ; empty: nowhere."""
+
+    damage: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
     """Our data plane vouches that nothing more of the peer can land in the granted blocks.
 
@@ -151,7 +160,7 @@ class Progressed:
     """The engine computed or a write landed since the last such event."""
 
 
-DecodeEvent: TypeAlias = Begin | Allocated | Fenced | ResponseMessage | StreamClosed | GaveUp | Tick
+DecodeEvent: TypeAlias = Begin | Allocated | Verified | Fenced | ResponseMessage | StreamClosed | GaveUp | Tick
 PrefillEvent: TypeAlias = RequestMessage | Admitted | Progressed | Completed | Drained | StreamClosed | GaveUp | Tick
 
 
@@ -191,6 +200,14 @@ class MarkReady:
     """Tell the scheduler that the prefill node computes the prompt: decode memory may be allocated now."""
 
     cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Compare the granted blocks with the checksums of `done`; answer with Verified."""
+
+    done: Done
+    groups: tuple[GroupGrant, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +265,9 @@ class MarkHandedOver:
     """Tell the scheduler that the prompt's blocks have been read for the last time."""
 
 
-DecodeAction: TypeAlias = Send[RequestMessage] | MarkReady | MarkDone | AbortScheduling | MarkQuiesced | EndWithFailure
+DecodeAction: TypeAlias = (
+    Send[RequestMessage] | MarkReady | Verify | MarkDone | AbortScheduling | MarkQuiesced | EndWithFailure
+)
 PrefillAction: TypeAlias = (
     Send[ResponseMessage]
     | SubmitPrompt

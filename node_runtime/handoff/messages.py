@@ -48,6 +48,7 @@ class Start:
     decode_incarnation: int
     prefill_incarnation: int
     lease_ms: int = 0
+    wants_checksums: bool = False
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
@@ -160,8 +161,19 @@ class HandoffTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FieldChecksums:
+    """What one field's granted blocks hold, as `cache_runtime.transfer.checksums` digests it."""
+
+    field_id: str
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Every byte of the grant has landed, and nothing more will be written for this handoff."""
+    """Every byte of the grant has landed, and nothing more will be written for this handoff.
+
+    `checksums` is empty unless Start asked for them.
+    """
 
     handoff_id: bytes
     first_token: SampledToken
@@ -169,6 +181,7 @@ class Done:
     transferred_blocks: int
     transferred_runs: int
     timings: HandoffTimings = field(default_factory=HandoffTimings)
+    checksums: tuple[FieldChecksums, ...] = ()
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)

@@ -5,7 +5,10 @@ A table says only where an event leads; what is done on the way is in `session.p
 has exactly one entry, so a missing rule is a test failure and not a surprise.
 
 States hold: OPEN, QUEUED, STARTED, READY and all terminal states nothing that a peer can touch; GRANTED, QUARANTINED
-and DRAINING memory of this node that the data plane may still read or write.
+and DRAINING memory of this node that the data plane may still read or write; VERIFYING memory that only we read.
+
+Three entries are where an event leads as a rule; its content can lead elsewhere. A Done with checksums that were asked
+for leads to VERIFYING; a Verified that found damage, and a Grant whose lease is over, lead to CLOSED.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from node_runtime.handoff.events import (
     Start,
     StreamClosed,
     Tick,
+    Verified,
 )
 
 
@@ -47,6 +51,7 @@ class DecodeState(Enum):
     READY = "ready"  # the peer computes; memory is being allocated
     GRANTED = "granted"  # the peer may write into the granted blocks
     QUARANTINED = "quarantined"  # given up, but the peer may still be writing
+    VERIFYING = "verifying"  # everything has landed and is compared with its checksums
     DONE = "done"  # terminal: the cache is in place
     CLOSED = "closed"  # terminal: came to nothing
 
@@ -84,6 +89,7 @@ DECODE_EVENT_KINDS: tuple[type, ...] = (
     Done,
     Failed,
     Quiesced,
+    Verified,
     Fenced,
     StreamClosed,
     GaveUp,
@@ -119,6 +125,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _V.PEER_ERROR,
         Failed: _V.PEER_ERROR,
         Quiesced: _V.PEER_ERROR,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
@@ -134,6 +141,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Failed: _D.CLOSED,
         # It overtook Failed: nothing was granted, and nothing will come of it.
         Quiesced: _D.CLOSED,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
@@ -147,6 +155,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _V.PEER_ERROR,
         Failed: _D.CLOSED,
         Quiesced: _D.CLOSED,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _V.IGNORED,
         StreamClosed: _D.CLOSED,
         GaveUp: _D.CLOSED,
@@ -160,6 +169,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _D.DONE,
         Failed: _D.QUARANTINED,
         Quiesced: _D.CLOSED,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _V.LOCAL_ERROR,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _D.QUARANTINED,
@@ -175,10 +185,26 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _D.CLOSED,
         Failed: _V.IGNORED,
         Quiesced: _D.CLOSED,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _D.CLOSED,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _V.IGNORED,
         Tick: _D.CLOSED,
+    },
+    _D.VERIFYING: {
+        Begin: _V.LOCAL_ERROR,
+        Allocated: _V.LOCAL_ERROR,
+        Ready: _V.IGNORED,
+        Beat: _V.IGNORED,
+        Done: _V.IGNORED,
+        Failed: _V.IGNORED,
+        Quiesced: _V.IGNORED,
+        Verified: _D.DONE,
+        Fenced: _V.IGNORED,
+        # Everything has landed: the peer is not needed any more.
+        StreamClosed: _V.IGNORED,
+        GaveUp: _D.CLOSED,
+        Tick: _V.IGNORED,
     },
     _D.DONE: {
         Begin: _V.LOCAL_ERROR,
@@ -188,6 +214,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
+        Verified: _V.LOCAL_ERROR,
         Fenced: _V.IGNORED,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,
@@ -202,6 +229,8 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
+        # The handoff was given up while the blocks were being compared.
+        Verified: _V.IGNORED,
         Fenced: _V.IGNORED,
         StreamClosed: _V.IGNORED,
         GaveUp: _V.IGNORED,

@@ -14,6 +14,7 @@ from node_runtime.handoff.messages import (
     Beat,
     Done,
     Failed,
+    FieldChecksums,
     Grant,
     GroupGrant,
     HandoffTimings,
@@ -131,6 +132,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         decode_incarnation=start.decode_incarnation,
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
+        wants_checksums=start.wants_checksums,
     )
 
 
@@ -148,6 +150,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         decode_incarnation=start.decode_incarnation,
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
+        wants_checksums=start.wants_checksums,
     )
 
 
@@ -191,6 +194,7 @@ def _done_to_proto(done: Done) -> handoff_pb2.Done:
             transfer_ms=timings.transfer_ms,
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
+        checksums=[handoff_pb2.FieldChecksums(field_id=item.field_id, digests=item.digests) for item in done.checksums],
     )
 
 
@@ -208,4 +212,5 @@ def _done_from_proto(done: handoff_pb2.Done) -> Done:
             transfer_ms=timings.transfer_ms,
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
+        checksums=tuple(FieldChecksums(field_id=item.field_id, digests=item.digests) for item in done.checksums),
     )

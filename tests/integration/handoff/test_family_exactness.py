@@ -81,7 +81,7 @@ async def test_exact_disaggregated_equals_fused_equals_the_reference(
 
 async def test_exact_after_prefix_hits_on_either_side(pair: Pair, mesh: FakeMesh) -> None:
     prefill = await mesh.prefill()
-    decode = await mesh.decode(prefill)
+    decode = await mesh.decode(prefill, config={"verify_transfers": "all"})
     shared = pair.prompt(5 * GRAIN, seed=4)
     await answer(mesh, decode, prefill, [*shared, 5], max_tokens=2)
     warm = await answer(mesh, decode, prefill, [*shared, 9, 8])
@@ -91,6 +91,8 @@ async def test_exact_after_prefix_hits_on_either_side(pair: Pair, mesh: FakeMesh
     assert cold.token_ids == warm.token_ids
     assert cold.finish.usage.cached == inference_pb2.CachedTokens(prefill_device=5 * GRAIN)
     assert cold.finish.timings.transferred_blocks == num_shipped(decode, 5 * GRAIN + 2, 0)
+    # Of every kind of group.
+    assert (await mesh.status(decode)).num_verified_handoffs == 3
 
 
 async def test_exact_for_many_requests_at_a_time(pair: Pair, mesh: FakeMesh) -> None:

@@ -26,6 +26,7 @@ from node_runtime.handoff.messages import (
     Beat,
     Done,
     Failed,
+    FieldChecksums,
     Grant,
     GroupGrant,
     HandoffTimings,
@@ -88,6 +89,7 @@ starts = st.builds(
     decode_incarnation=UINT64,
     prefill_incarnation=UINT64,
     lease_ms=LEASE_MS,
+    wants_checksums=st.booleans(),
 )
 grants = st.builds(
     Grant,
@@ -113,6 +115,9 @@ dones = st.builds(
         compute_ms=MILLISECONDS,
         transfer_ms=MILLISECONDS,
         transfer_exposed_ms=MILLISECONDS,
+    ),
+    checksums=st.lists(st.builds(FieldChecksums, field_id=PRINTABLE, digests=st.binary(max_size=24)), max_size=2).map(
+        tuple
     ),
 )
 request_messages = (

@@ -26,8 +26,10 @@ from node_runtime.handoff.events import (
     Send,
     StreamClosed,
     Tick,
+    Verified,
+    Verify,
 )
-from node_runtime.handoff.messages import Abort, Renewed
+from node_runtime.handoff.messages import Abort, FieldChecksums, Renewed
 from node_runtime.handoff.states import DecodeState, Verdict
 
 DRAIN_BOUND_S = 5.0
@@ -39,6 +41,9 @@ ALLOCATED = Allocated(from_token=0, groups=GROUPS)
 CANCELLED = GaveUp(code=1, message="the client left")
 BROKEN = StreamClosed(code=14, message="connection reset")
 
+CHECKSUMS = (FieldChecksums(field_id="k", digests=bytes(16)),)
+SUMMED = replace(done(), checksums=CHECKSUMS)
+
 EVENTS: dict[type, DecodeEvent] = {
     type(event): event
     for event in (
@@ -49,6 +54,7 @@ EVENTS: dict[type, DecodeEvent] = {
         done(),
         failed(),
         quiesced(),
+        Verified(),
         Fenced(),
         BROKEN,
         CANCELLED,
@@ -62,6 +68,7 @@ WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
     DecodeState.READY: (Begin(), ready()),
     DecodeState.GRANTED: (Begin(), ready(), ALLOCATED),
     DecodeState.QUARANTINED: (Begin(), ready(), ALLOCATED, CANCELLED),
+    DecodeState.VERIFYING: (Begin(), ready(), ALLOCATED, SUMMED),
     DecodeState.DONE: (Begin(), ready(), ALLOCATED, done()),
     DecodeState.CLOSED: (Begin(), CANCELLED),
 }
@@ -69,7 +76,7 @@ WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
 
 def new_session(lease_s: float = LEASE_S) -> DecodeHandoff:
     return DecodeHandoff(
-        start(lease_ms=round(lease_s * 1000)),
+        start(lease_ms=round(lease_s * 1000), wants_checksums=True),
         drain_bound_s=DRAIN_BOUND_S,
         notice_bound_s=NOTICE_BOUND_S,
         vocab_size=VOCAB_SIZE,
@@ -90,7 +97,7 @@ def kinds(actions: tuple[DecodeAction, ...]) -> list[type]:
 
 def test_a_good_handoff_sends_start_and_grant_and_ends_with_the_first_token() -> None:
     session = new_session()
-    assert session.handle(Begin(), 0.0) == (Send(message=start(lease_ms=4000)),)
+    assert session.handle(Begin(), 0.0) == (Send(message=start(lease_ms=4000, wants_checksums=True)),)
     assert session.handle(ready(), 1.0) == (MarkReady(cached_tokens=4),)
     assert session.handle(ALLOCATED, 2.0) == (Send(message=grant(lease_ms=4000)),)
     assert session.handle(done(), 3.0) == (MarkDone(done=done()),)
@@ -295,3 +302,39 @@ def test_numbers_that_cannot_be_are_refused_and_leave_the_handoff_where_it_was(
     with pytest.raises(InvalidRequest, match=words):
         session.handle(message, 0.0)
     assert session.state is state
+
+
+# Checksums.
+
+
+def test_a_transfer_is_compared_with_its_checksums_before_anybody_hears_of_it() -> None:
+    session = in_state(DecodeState.GRANTED)
+    assert session.handle(SUMMED, 0.0) == (Verify(done=SUMMED, groups=GROUPS),)
+    assert not session.is_terminal
+    assert session.handle(Verified(), 0.0) == (MarkDone(done=SUMMED),)
+    assert session.state is DecodeState.DONE
+
+
+def test_damage_is_data_loss_and_the_blocks_are_given_back_unread() -> None:
+    session = in_state(DecodeState.VERIFYING)
+    actions = session.handle(Verified(damage="differs in k"), 0.0)
+    assert actions == (AbortScheduling(), MarkQuiesced(), EndWithFailure(code=15, message="differs in k"))
+    assert session.state is DecodeState.CLOSED
+
+
+def test_checksums_that_were_not_asked_for_are_not_looked_at() -> None:
+    session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, notice_bound_s=NOTICE_BOUND_S, vocab_size=VOCAB_SIZE)
+    for event in (Begin(), ready(beat_interval_ms=0), ALLOCATED):
+        session.handle(event, 0.0)
+    assert session.handle(SUMMED, 0.0) == (MarkDone(done=SUMMED),)
+
+
+def test_a_peer_that_knows_no_checksums_is_believed() -> None:
+    assert in_state(DecodeState.GRANTED).handle(done(), 0.0) == (MarkDone(done=done()),)
+
+
+def test_whoever_gives_up_during_the_comparison_gets_the_blocks_back_at_once() -> None:
+    session = in_state(DecodeState.VERIFYING)
+    assert session.handle(BROKEN, 0.0) == ()
+    assert MarkQuiesced in kinds(session.handle(CANCELLED, 0.0))
+    assert session.handle(Verified(damage="differs"), 0.0) == ()

@@ -1,0 +1,63 @@
+"""Checksums of cache blocks as a rank's arena holds them: the same bytes give the same digests whatever the packing.
+
+One digest per block and field, over the block's bytes in that field and nothing between them. It knows no handoff; when
+a block is complete, and whose it is, is the caller's business. Hashing reads memory and changes none.
+
+Source: XXH3, 64 bits, seed 0 (xxhash specification); digests are stored little-endian.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import xxhash
+
+from .schema import RankPlacement
+
+DIGEST_BYTES = 8
+# More digests than this of one transfer are folded, so that a message can carry them: 2 MiB.
+MAX_DIGESTS = 1 << 18
+
+
+class BlockHasher:
+    """Hashes blocks in the arena of one rank of this process. Safe from every thread."""
+
+    def __init__(self, placement: RankPlacement) -> None:
+        """The arena that `placement` describes must belong to this process and outlive the hasher."""
+        self._placement = placement
+        arena = (ctypes.c_ubyte * placement.arena_bytes).from_address(placement.arena_base)
+        self._arena = memoryview(arena).cast("B")
+
+    def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
+        """`DIGEST_BYTES` per block, in the given order. Raises KeyError for a field that the placement lacks."""
+        field = self._placement.find_field(field_id)
+        if field is None:
+            raise KeyError(field_id)
+        offset_bytes, stride_bytes, block_bytes = field.offset_bytes, field.block_stride_bytes, field.block_bytes
+        values = np.fromiter(
+            (
+                xxhash.xxh3_64_intdigest(self._arena[begin : begin + block_bytes])
+                for begin in (offset_bytes + block * stride_bytes for block in blocks)
+            ),
+            dtype="<u8",
+        )
+        return values.tobytes()
+
+
+def blocks_per_digest(num_blocks: Sequence[int], max_digests: int = MAX_DIGESTS) -> int:
+    """How many consecutive blocks of a field share a digest in a transfer of `num_blocks[i]` blocks of field i."""
+    total = sum(num_blocks)
+    # Each field rounds up for itself.
+    room = max(1, max_digests - len(num_blocks))
+    return max(1, -(-total // room))
+
+
+def fold(digests: bytes, num_blocks: int) -> bytes:
+    """One digest for each `num_blocks` consecutive ones; the last takes what is left."""
+    if num_blocks == 1:
+        return digests
+    step = num_blocks * DIGEST_BYTES
+    folded = (xxhash.xxh3_64_intdigest(digests[begin : begin + step]) for begin in range(0, len(digests), step))
+    return np.fromiter(folded, dtype="<u8").tobytes()
