@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from node_runtime.config import ComputeNodeConfig
+from node_runtime.handoff.prefill_session import DEFAULT_GRANT_BOUND_S
 
 
 class PrefillNodeConfig(ComputeNodeConfig):
@@ -19,4 +20,10 @@ class PrefillNodeConfig(ComputeNodeConfig):
         ge=1,
         le=4096,
         description="Prompts that may be computed while no decode node has given them memory; more wait in the queue.",
+    )
+    grant_timeout_s: float = Field(
+        default=DEFAULT_GRANT_BOUND_S,
+        gt=0,
+        le=86400,
+        description="How long such a prompt is kept before it is given up with RESOURCE_EXHAUSTED. Seconds.",
     )

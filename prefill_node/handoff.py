@@ -145,6 +145,7 @@ class HandoffTools:
     peers: DecodePeers
     clock: Clock
     checksums: ChecksumTools
+    grant_bound_s: float
 
 
 class PromptHandoff:
@@ -169,7 +170,9 @@ class PromptHandoff:
         self._peer = peer
         self._tools = tools
         self._event_loop = asyncio.get_running_loop()
-        self._session = PrefillHandoff(check_start=check_start, check_grant=check_grant)
+        self._session = PrefillHandoff(
+            check_start=check_start, check_grant=check_grant, grant_bound_s=tools.grant_bound_s
+        )
         self._on_terminal = on_terminal
         self._transfer: OutgoingTransfer | None = None
         self._num_granted_blocks = 0

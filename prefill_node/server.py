@@ -87,6 +87,7 @@ class PrefillNode:
                     hasher=BlockHasher(data_plane.manifest.ranks[0]),
                     executor=self._hashing,
                 ),
+                grant_bound_s=config.grant_timeout_s,
             ),
             telemetry=telemetry,
         )

@@ -47,7 +47,11 @@ from node_runtime.handoff.states import PREFILL_TABLE, PREFILL_TERMINAL, Prefill
 # How long a granted handoff may stand still, with nothing computed on the whole node and nothing landed, before the
 # prefill node gives it up. Waiting for other prompts is no standstill.
 STALL_BOUND_S = 30.0
+# How long a prompt may be ready without a grant unless the configuration says otherwise: it keeps its memory, and its
+# place among the bounded number of such prompts, from the requests of other decode nodes.
+DEFAULT_GRANT_BOUND_S = 120.0
 
+RESOURCE_EXHAUSTED = 8
 UNAVAILABLE = 14
 
 _MS_PER_S = 1000
@@ -69,8 +73,13 @@ class PrefillHandoff:
         check_start: Callable[[Start], None],
         check_grant: Callable[[Start, Grant], None],
         stall_bound_s: float = STALL_BOUND_S,
+        grant_bound_s: float = DEFAULT_GRANT_BOUND_S,
     ) -> None:
-        """`stall_bound_s`: how long a granted handoff may go without Progressed."""
+        """
+        Args:
+            stall_bound_s: How long a granted handoff may go without Progressed.
+            grant_bound_s: How long a prompt may be ready without a grant.
+        """
         self._check_start = check_start
         self._check_grant = check_grant
         self._stall_bound_s = stall_bound_s
@@ -79,7 +88,9 @@ class PrefillHandoff:
         self._start: Start | None = None
         self._grant: Grant | None = None
         self._lease: WriterLease | None = None
+        self._grant_bound_s = grant_bound_s
         self._stalls_at_s = math.inf
+        self._grant_due_at_s = math.inf
 
     @property
     def state(self) -> PrefillState:
@@ -184,6 +195,7 @@ class PrefillHandoff:
 
     def _ready(self, event: Admitted, now_s: float) -> Ready:
         start = self._opened()
+        self._grant_due_at_s = now_s + self._grant_bound_s
         if start.lease_ms:
             self._lease = WriterLease(lease_s=start.lease_ms / _MS_PER_S, begun_at_s=now_s)
         return Ready(
@@ -216,7 +228,9 @@ class PrefillHandoff:
         return math.inf if until_s is None else until_s
 
     def _gives_up_at_s(self) -> float:
-        """When a granted handoff is over unless something happens before."""
+        """When the handoff is over unless something happens before."""
+        if self._state is PrefillState.READY:
+            return self._grant_due_at_s
         if self._state is not PrefillState.GRANTED:
             return math.inf
         lease_end_s = None if self._lease is None else self._lease.end_s
@@ -225,6 +239,10 @@ class PrefillHandoff:
     def _give_up_if_overdue(self, now_s: float) -> tuple[PrefillAction, ...]:
         if now_s < self._gives_up_at_s():
             return ()
+        if self._state is PrefillState.READY:
+            self._state = PrefillState.CLOSED
+            message = f"the decode node had no memory for the prompt within {self._grant_bound_s:g} s"
+            return self._give_up(PrefillState.READY, code=RESOURCE_EXHAUSTED, message=message)
         is_stalled = now_s >= self._stalls_at_s
         message = (
             f"the prefill node made no progress for {self._stall_bound_s:g} s"

@@ -194,6 +194,7 @@ class SilentPrefill(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, behind: FakeNode) -> None:
         self._behind = behind
+        self.kinds: list[str | None] = []
 
     async def Bootstrap(self, request, context):
         async with grpc.aio.insecure_channel(self._behind.address) as channel:
@@ -224,3 +225,48 @@ async def test_a_prefill_node_that_falls_silent_is_given_up_and_the_blocks_retur
         await server.stop(None)
     answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
+
+
+class OlderPrefill(SilentPrefill):
+    """Passes everything on to the real one it stands before, like a release that knows no leases and no checksums."""
+
+    async def Handoff(self, requests, context):
+        async def older() -> AsyncIterator[handoff_pb2.HandoffRequest]:
+            async for message in requests:
+                self.kinds.append(message.WhichOneof("message"))
+                if message.HasField("start"):
+                    message.start.ClearField("lease_ms")
+                    message.start.ClearField("wants_checksums")
+                assert not message.grant.lease_ms
+                yield message
+
+        async with grpc.aio.insecure_channel(self._behind.address) as channel:
+            async for response in prefill_pb2_grpc.PrefillStub(channel).Handoff(older(), timeout=20):
+                yield response
+
+
+async def test_a_prefill_node_of_a_release_without_leases_gets_no_message_that_it_does_not_know(
+    mesh: FakeMesh,
+) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(config={"handoff_lease_s": 0.5, "verify_transfers": "all"})
+    gate = Gate()
+    prefill.executor.before_pass = gate.wait
+    server = grpc.aio.server()
+    older = OlderPrefill(prefill)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(older, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        answering = asyncio.ensure_future(mesh.generate(decode, PROMPT, prefill_address=f"127.0.0.1:{port}"))
+        await until(lambda: older.kinds == ["start", "grant"], "the grant was sent")
+        # Longer than the lease that it knows nothing of.
+        await asyncio.sleep(0.8)
+        gate.open()
+        assert (await answering).token_ids == expected_tokens(PROMPT, 4)
+    finally:
+        await server.stop(None)
+    assert older.kinds == ["start", "grant"]
+    assert (await mesh.status(decode)).num_verified_handoffs == 0
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()

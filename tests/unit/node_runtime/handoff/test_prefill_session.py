@@ -301,16 +301,31 @@ def test_a_handoff_that_stands_still_is_given_up_and_one_that_gets_on_is_not() -
     assert "no progress for 30 s" in failed.message
 
 
+@pytest.mark.parametrize("opening", [START, start()], ids=["with a lease", "without"])
+def test_a_ready_prompt_without_a_grant_is_given_up_after_a_bound_of_its_own(opening: Start) -> None:
+    session = new_session(grant_bound_s=20.0)
+    session.handle(opening, 0.0)
+    session.handle(Tick(), 500.0)
+    assert session.state is PrefillState.QUEUED
+    session.handle(ADMITTED, 500.0)
+    session.handle(Tick(), 519.9)
+    assert session.state is PrefillState.READY
+    assert session.wakeup_at_s is not None
+    actions = session.handle(Tick(), 520.0)
+    assert kinds(actions) == [FailScheduling, Failed, MarkQuiesced, Quiesced, EndWithFailure]
+    assert EndWithFailure(code=8, message="the decode node had no memory for the prompt within 20 s") in actions
+    assert session.is_terminal
+
+
 def test_a_decode_node_that_knows_no_leases_gets_no_beats_and_no_fence() -> None:
     session = new_session()
     session.handle(start(), 0.0)
     assert session.handle(ADMITTED, 0.0) == (Send(message=Ready(handoff_id=ID, cached_tokens=4)),)
-    assert session.wakeup_at_s is None
     assert session.handle(Tick(), 5.0) == ()
-    assert session.handle(grant(), 1000.0) == (MarkGranted(), StartWriting(grant=grant(), post_until_s=math.inf))
-    session.handle(Progressed(), 1020.0)
-    assert session.wakeup_at_s == 1050.0
-    assert session.handle(COMPLETED, 1049.0) == (Send(message=done()), MarkHandedOver())
+    assert session.handle(grant(), 50.0) == (MarkGranted(), StartWriting(grant=grant(), post_until_s=math.inf))
+    session.handle(Progressed(), 70.0)
+    assert session.wakeup_at_s == 100.0
+    assert session.handle(COMPLETED, 99.0) == (Send(message=done()), MarkHandedOver())
 
 
 def test_an_abort_that_overtakes_its_start_leaves_nothing_to_start() -> None:
