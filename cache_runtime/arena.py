@@ -54,6 +54,11 @@ class CacheArena:
     def num_bytes(self) -> int:
         return self._buffer.numel()
 
+    @property
+    def shared_descriptor(self) -> int | None:
+        """Of the file that holds the arena from its first byte on; None when no other process can map it."""
+        return self._device.shared_descriptor(self.base_address)
+
     def field(self, field_id: str) -> torch.Tensor:
         """[num_blocks, *block_shape] view of a field, block 0 the null block. Raises UnknownFieldError."""
         try:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from cache_runtime.errors import ArenaAllocationError, UnknownDeviceError
+from cache_runtime.shared_memory import SharedMemory
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
@@ -64,6 +65,9 @@ class Device(Protocol):
     def alloc(self, num_bytes: int, alignment_bytes: int) -> torch.Tensor:
         """uint8[num_bytes], zeroed, its address a multiple of `alignment_bytes`. Raises ArenaAllocationError."""
 
+    def shared_descriptor(self, base_address: int) -> int | None:
+        """Of the file that holds the memory which `alloc` returned at this address; None when no process can map it."""
+
     def alloc_pinned(self, num_bytes: int) -> torch.Tensor:
         """uint8[num_bytes] on the host, fit for asynchronous copies."""
 
@@ -104,6 +108,12 @@ class CpuStream:
 class CpuDevice:
     """Host memory. Arena memory is mapped, not touched: the kernel commits a page when it is first written."""
 
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """`is_shared`: other processes may map the arena once they are handed its descriptor."""
+        self._is_shared = is_shared
+        # For the life of the process, as the memory that data planes are told of is.
+        self._shared: dict[int, SharedMemory] = {}
+
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -126,10 +136,21 @@ class CpuDevice:
                 f"arena of {num_bytes} bytes does not fit: {available_bytes} bytes of memory are available"
             )
         try:
-            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = self._map(num_bytes)
         except OSError as error:
             raise ArenaAllocationError(f"arena of {num_bytes} bytes could not be mapped: {error}") from error
         return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def shared_descriptor(self, base_address: int) -> int | None:
+        memory = self._shared.get(base_address)
+        return None if memory is None else memory.descriptor
+
+    def _map(self, num_bytes: int) -> mmap.mmap:
+        if not self._is_shared:
+            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = SharedMemory(num_bytes, "pdmesh-arena")
+        self._shared[memory.base_address] = memory
+        return memory.mapping
 
     def alloc_pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -212,6 +233,10 @@ class CudaDevice:
         begin = -raw.data_ptr() % alignment_bytes
         return raw[begin : begin + num_bytes]
 
+    def shared_descriptor(self, base_address: int) -> int | None:
+        del base_address  # device memory lies in no file
+        return None
+
     def alloc_pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -229,11 +254,14 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
 
-def open_device(name: str) -> Device:
-    """The device called `cpu`, `cuda` (the first) or `cuda:INDEX`. Raises UnknownDeviceError."""
+def open_device(name: str, *, is_shared: bool = False) -> Device:
+    """The device called `cpu`, `cuda` (the first) or `cuda:INDEX`. Raises UnknownDeviceError.
+
+    With `is_shared` other processes may map an arena in host memory; device memory is never shared.
+    """
     match name.split(":"):
         case ["cpu"]:
-            return CpuDevice()
+            return CpuDevice(is_shared=is_shared)
         case ["cuda"]:
             return CudaDevice(0)
         case ["cuda", index] if index.isdecimal():

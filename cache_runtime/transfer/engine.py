@@ -11,11 +11,17 @@ import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 # Longest run posted as one unit. A plane only reports progress per run, so a longer one could not be told from a
 # stalled one inside the progress timeout.
 MAX_RUN_BYTES = 8 << 20
+# Every write names the grant that it belongs to; a receiver that places the bytes itself looks it up.
+KEY_BYTES = 16
+NO_KEY = bytes(KEY_BYTES)
 # End of the addresses that are accepted: sums and products below it cannot wrap in int64, and no user memory is above.
 MAX_ADDRESS = 1 << 62
 
@@ -30,6 +36,10 @@ class Run(NamedTuple):
     source_address: int
     target_address: int
     length_bytes: int
+
+
+# int64[num_spans, 2]: addresses [begin, end) of memory in this process.
+Spans: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +122,10 @@ class TransferRejected(TransferError):
     """The write was refused before a byte was sent: a run lies outside the memory it may touch."""
 
 
+class TransferRefused(TransferError):
+    """The receiver dropped runs that it had not granted at that instant. The link is sound and goes on."""
+
+
 class TransferTimeout(TransferError):
     """The time limit passed before every run was posted; the rest was never sent."""
 
@@ -145,16 +159,25 @@ class PeerLink(Protocol):
         ...
 
     def write(
-        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+        self,
+        runs: Sequence[Run],
+        *,
+        key: bytes = NO_KEY,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
     ) -> Future[TransferReport]:
         """Posts `runs` and returns at once; at most `timeout_s` passes until the last one is posted.
+
+        `key`, of `KEY_BYTES` bytes, names the permit under which the peer allowed the targets; a one-sided plane has no
+        use for it. Runs that no permit holds when they arrive are dropped there; the write ends in `TransferRefused`.
 
         A plane whose posts wait for room asks `is_wanted`, on any thread, before it posts more: once it says no, the
         rest is never sent. It must not block.
 
-        Sources must lie in regions registered with the engine, targets in the regions the link was opened for; both
-        stay untouched by anyone else until the future is done. The future ends only when every posted run is
-        terminal, on a thread of the engine: with a report when all of them landed, else with a `TransferError`.
+        Sources must lie in regions registered with the engine (before the link was opened, where memory is shared),
+        targets in the regions the link was opened for; both stay untouched by anyone else until the future is done. The
+        future ends only when every posted run is terminal, on a thread of the engine: with a report when all of them
+        landed, else with a `TransferError`.
         It cannot be cancelled. A failed link stays failed: later writes end at once with the same reason.
         """
         ...
@@ -162,6 +185,24 @@ class PeerLink(Protocol):
     def close(self) -> None:
         """Refuses further writes. Never blocks; writes under way still end as `write` says."""
         ...
+
+
+class Permit(Protocol):
+    """Memory that a writer may fill, until it is revoked."""
+
+    def revoke(self) -> None:
+        """After it returned nothing lands under this permit any more, where the receiver places the bytes.
+
+        Idempotent. Waits for a copy of at most 1 MiB, never for a peer.
+        """
+        ...
+
+
+class StandingPermit:
+    """`Permit` of a one-sided plane: it hinders no writer, so there is nothing to revoke."""
+
+    def revoke(self) -> None:
+        return None
 
 
 class TransferEngine(Protocol):
@@ -185,11 +226,26 @@ class TransferEngine(Protocol):
         """Where peers reach this engine, as put into the placement manifest."""
         ...
 
-    def register(self, base_address: int, num_bytes: int) -> None:
-        """Allows peers to write into, and links to read from, this memory.
+    @property
+    def num_refused_runs(self) -> int:
+        """Runs that arrived here and were dropped because no live permit held them; none on a one-sided plane."""
+        ...
 
-        The caller keeps it allocated until the process exits. Raises `ValueError` for an empty, wrapping or overlapping
-        range, `EngineClosed`, and `DataPlaneError` when the plane refuses the memory.
+    def register(self, base_address: int, num_bytes: int, *, shared_descriptor: int | None = None) -> None:
+        """Makes this memory part of the data plane: links read from it, peers write into it as the plane's kind says.
+
+        `shared_descriptor` is that of the file that holds it from its first byte on, if there is one: a plane that
+        shares memory reads from no other. The caller keeps both until the process exits. Raises `ValueError` for an
+        empty, wrapping or overlapping range, `EngineClosed`, and `DataPlaneError` when the plane refuses the memory.
+        """
+        ...
+
+    def allow(self, key: bytes, spans: Spans) -> Permit:
+        """Lets the writer that names `key` fill `spans` of registered memory, from now until the permit is revoked.
+
+        On a two-sided plane nothing else lands anywhere; a one-sided one cannot tell and permits everything. Raises
+        `ValueError` for a key that has a live permit or is not `KEY_BYTES` long, and for spans that are empty or
+        outside of registered memory, and `EngineClosed`.
         """
         ...
 

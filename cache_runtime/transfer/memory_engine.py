@@ -1,7 +1,7 @@
 """The in-process data plane: copies between addresses of one process. For tests and for nodes in one process.
 
-Behaves like a one-sided plane and can fail in the ways the others do, on demand and without timing: faults are set per
-peer endpoint on the `MemoryFabric` that connects the engines. Knows nothing of sockets or native libraries.
+Behaves like a plane of either kind and can fail in the ways the others do, on demand and without timing: faults are
+set per peer endpoint on the `MemoryFabric` that connects the engines. Knows nothing of sockets or native libraries.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .engine import (
+    NO_KEY,
     EngineClosed,
     PeerUnreachable,
     PlaneKind,
     Region,
     Run,
+    Spans,
     TransferError,
     TransferFailed,
+    TransferRefused,
     TransferRejected,
     TransferReport,
     TransferTimeout,
     always_wanted,
     failed_write,
 )
-from .regions import RegionSet, open_regions, rejection
+from .regions import RegionSet, check_permit, open_regions, rejection
 
 
 @dataclass(slots=True)
@@ -110,10 +113,12 @@ class MemoryFabric:
 class _Write:
     link: MemoryPeerLink
     runs: Sequence[Run]
+    key: bytes
     timeout_s: float
     posted_at_s: float
     deadline_s: float
     num_landed: int = 0
+    num_refused: int = 0
     future: Future[TransferReport] = field(default_factory=Future)
 
 
@@ -121,10 +126,18 @@ class MemoryEngine:
     """`TransferEngine` over `memmove`, with one copying thread."""
 
     name = "memory"
-    kind = PlaneKind.ONE_SIDED
     drain_bound_s = 0.0
 
-    def __init__(self, fabric: MemoryFabric, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        fabric: MemoryFabric,
+        *,
+        kind: PlaneKind = PlaneKind.ONE_SIDED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind = kind
+        self.num_refused_runs = 0
+        self._grants: dict[bytes, RegionSet] = {}
         self._fabric = fabric
         self._clock = clock
         self._pid = os.getpid()
@@ -143,10 +156,37 @@ class MemoryEngine:
     def regions(self) -> RegionSet:
         return self._regions
 
-    def register(self, base_address: int, num_bytes: int) -> None:
+    def register(self, base_address: int, num_bytes: int, *, shared_descriptor: int | None = None) -> None:
+        del shared_descriptor  # all engines of a fabric share the address space
         self.check_usable()
         with self._fabric.changed:
             self._regions = self._regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
+
+    def allow(self, key: bytes, spans: Spans) -> MemoryPermit:
+        self.check_usable()
+        check_permit(key, spans, self._regions)
+        regions = RegionSet(Region(base_address=begin, num_bytes=end - begin) for begin, end in spans.tolist())
+        with self._fabric.changed:
+            if key in self._grants:
+                raise ValueError("key: it has a live grant already")
+            self._grants[key] = regions
+        return MemoryPermit(self, key, regions)
+
+    def end_grant(self, key: bytes, regions: RegionSet) -> None:
+        with self._fabric.changed:
+            if self._grants.get(key) is regions:
+                del self._grants[key]
+
+    def takes(self, key: bytes, run: Run) -> bool:
+        """Whether a run may land here now; counts those that may not. The caller holds the fabric's `changed`."""
+        if self.kind is PlaneKind.ONE_SIDED:
+            return True
+        granted = self._grants.get(key)
+        region = Region(base_address=run.target_address, num_bytes=run.length_bytes)
+        if granted is not None and granted.covers(region):
+            return True
+        self.num_refused_runs += 1
+        return False
 
     def open_peer(self, endpoint: str, regions: Sequence[Region]) -> MemoryPeerLink:
         self.check_usable()
@@ -171,9 +211,11 @@ class MemoryEngine:
         if self._closed:
             raise EngineClosed(self._endpoint, "the engine is closed")
 
-    def post(self, link: MemoryPeerLink, runs: Sequence[Run], timeout_s: float) -> Future[TransferReport]:
+    def post(self, link: MemoryPeerLink, runs: Sequence[Run], key: bytes, timeout_s: float) -> Future[TransferReport]:
         now_s = self._clock()
-        write = _Write(link=link, runs=runs, timeout_s=timeout_s, posted_at_s=now_s, deadline_s=now_s + timeout_s)
+        write = _Write(
+            link=link, runs=runs, key=key, timeout_s=timeout_s, posted_at_s=now_s, deadline_s=now_s + timeout_s
+        )
         write.future.set_running_or_notify_cancel()
         with self._fabric.changed:
             # Again, now that no close can come in between: nobody would end the write.
@@ -221,7 +263,9 @@ class MemoryEngine:
         """Why the rest of the write must not land, None when it may."""
         peer, progress = write.link.peer, f"{write.num_landed} of {len(write.runs)} runs landed"
         if write.num_landed == len(write.runs):
-            return None
+            return (
+                None if not write.num_refused else TransferRefused(peer, f"{write.num_refused} runs were not granted")
+            )
         if write.link.failure is not None:
             return write.link.failure
         if self._closed:
@@ -236,7 +280,11 @@ class MemoryEngine:
 
     def _copy_one(self, write: _Write) -> None:
         run = write.runs[write.num_landed]
-        ctypes.memmove(run.target_address, run.source_address, run.length_bytes)
+        receiver = self._fabric.find(write.link.peer)
+        if receiver is not None and receiver.takes(write.key, run):
+            ctypes.memmove(run.target_address, run.source_address, run.length_bytes)
+        else:
+            write.num_refused += 1
         write.num_landed += 1
         faults = self._fabric.faults(write.link.peer)
         if faults.runs_until_flip is not None:
@@ -248,8 +296,8 @@ class MemoryEngine:
 
     def _finish(self, write: _Write, error: TransferError | None) -> None:
         if error is not None:
-            # Running out of time says nothing about the peer.
-            if not isinstance(error, TransferTimeout):
+            # Running out of time says nothing about the peer, and a refusal says that it is well.
+            if not isinstance(error, TransferTimeout | TransferRefused):
                 write.link.retire(error)
             write.future.set_exception(type(error)(error.peer, error.reason))
             return
@@ -261,6 +309,18 @@ class MemoryEngine:
                 landed_at_s=self._clock(),
             )
         )
+
+
+class MemoryPermit:
+    """`Permit` of a memory engine."""
+
+    def __init__(self, engine: MemoryEngine, key: bytes, regions: RegionSet) -> None:
+        self._engine = engine
+        self._key = key
+        self._regions = regions
+
+    def revoke(self) -> None:
+        self._engine.end_grant(self._key, self._regions)
 
 
 class MemoryPeerLink:
@@ -278,7 +338,12 @@ class MemoryPeerLink:
         return self._peer
 
     def write(
-        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+        self,
+        runs: Sequence[Run],
+        *,
+        key: bytes = NO_KEY,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
     ) -> Future[TransferReport]:
         del is_wanted  # every run counts as posted at once
         try:
@@ -288,7 +353,7 @@ class MemoryPeerLink:
             reason = rejection(runs, self._engine.regions, self._targets)
             if reason is not None:
                 return failed_write(TransferRejected(self._peer, reason))
-            return self._engine.post(self, tuple(runs), timeout_s)
+            return self._engine.post(self, tuple(runs), key, timeout_s)
         except TransferError as error:
             return failed_write(error)
 

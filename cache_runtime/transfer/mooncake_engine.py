@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .engine import (
+    NO_KEY,
     DataPlaneError,
     DataPlaneUnavailable,
     EngineClosed,
@@ -28,6 +29,8 @@ from .engine import (
     PlaneKind,
     Region,
     Run,
+    Spans,
+    StandingPermit,
     TransferError,
     TransferRejected,
     TransferReport,
@@ -37,7 +40,7 @@ from .engine import (
 from .native_log import silenced_native_log
 from .poller import Poller, PostedWrite, SendingLink
 from .preflight import describe_peer
-from .regions import RegionSet, open_regions, rejection
+from .regions import RegionSet, check_permit, open_regions, rejection
 
 OPEN_TIMEOUT_S = 2.0
 PROTOCOLS = ("tcp", "rdma")
@@ -131,7 +134,12 @@ class MooncakeEngine:
         """Native engines ever made by this engine, all of which live until the process ends."""
         return self._num_native_engines
 
-    def register(self, base_address: int, num_bytes: int) -> None:
+    @property
+    def num_refused_runs(self) -> int:
+        return 0
+
+    def register(self, base_address: int, num_bytes: int, *, shared_descriptor: int | None = None) -> None:
+        del shared_descriptor  # addresses are all that the library wants
         self.check_usable()
         region = Region(base_address=base_address, num_bytes=num_bytes)
         with self._lock:
@@ -142,6 +150,11 @@ class MooncakeEngine:
                 for link in self._links:
                     self._register_native(link.native, region)
             self._regions = regions
+
+    def allow(self, key: bytes, spans: Spans) -> StandingPermit:
+        self.check_usable()
+        check_permit(key, spans, self._regions)
+        return StandingPermit()
 
     def open_peer(self, endpoint: str, regions: Sequence[Region]) -> MooncakePeerLink:
         self.check_usable()
@@ -240,8 +253,14 @@ class MooncakePeerLink:
         return self._sending.peer
 
     def write(
-        self, runs: Sequence[Run], *, timeout_s: float, is_wanted: Callable[[], bool] = always_wanted
+        self,
+        runs: Sequence[Run],
+        *,
+        key: bytes = NO_KEY,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
     ) -> Future[TransferReport]:
+        del key  # nobody checks it: the writes are one-sided
         try:
             self._engine.check_usable()
             refusal = self._sending.refusal()

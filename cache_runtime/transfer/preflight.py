@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from .engine import PeerUnreachable, Region
 from .regions import RegionSet
+from .timed_socket import parse_host_port, receive_exactly, remaining_s
 
 MAX_REPLY_BYTES = 1 << 20
 _METADATA_REQUEST = 1
@@ -52,37 +53,16 @@ def describe_peer(endpoint: str, *, timeout_s: float) -> PeerDescription:
 
 
 def _fetch(endpoint: str, deadline_s: float) -> bytes:
-    host, separator, port = endpoint.rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError("the endpoint is not host:port")
+    address = parse_host_port(endpoint)
     # The caller's own description goes here; an empty one is accepted and commits the peer to nothing.
     body = json.dumps({"name": "", "protocol": "tcp", "buffers": []}).encode()
-    with socket.create_connection((host.strip("[]"), int(port)), _remaining_s(deadline_s)) as connection:
-        connection.settimeout(_remaining_s(deadline_s))
+    with socket.create_connection(address, remaining_s(deadline_s)) as connection:
+        connection.settimeout(remaining_s(deadline_s))
         connection.sendall(_HEADER.pack(len(body) + 1, _METADATA_REQUEST) + body)
-        num_bytes, kind = _HEADER.unpack(_receive(connection, _HEADER.size, deadline_s))
+        num_bytes, kind = _HEADER.unpack(receive_exactly(connection, _HEADER.size, deadline_s))
         if kind != _METADATA_REQUEST or not 1 < num_bytes <= MAX_REPLY_BYTES:
             raise ValueError(f"reply of type {kind} and {num_bytes} bytes, limit {MAX_REPLY_BYTES}")
-        return _receive(connection, num_bytes - 1, deadline_s)
-
-
-def _receive(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    received = bytearray()
-    while len(received) < num_bytes:
-        # Anew for every piece, or a peer that drips bytes could stretch the limit for ever.
-        connection.settimeout(_remaining_s(deadline_s))
-        piece = connection.recv(num_bytes - len(received))
-        if not piece:
-            raise ValueError(f"connection closed after {len(received)} of {num_bytes} bytes")
-        received += piece
-    return bytes(received)
-
-
-def _remaining_s(deadline_s: float) -> float:
-    remaining_s = deadline_s - time.monotonic()
-    if remaining_s <= 0:
-        raise TimeoutError
-    return remaining_s
+        return receive_exactly(connection, num_bytes - 1, deadline_s)
 
 
 def _parse(reply: bytes) -> PeerDescription:

@@ -10,9 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .engine import MAX_ADDRESS, Region, Run
+from ._native import pack_runs
+from .engine import KEY_BYTES, MAX_ADDRESS, Region, Run, Spans
 
 Int64Array = npt.NDArray[np.int64]
+
+# Up to here a look at every region beats a search, which scattered ranges make slow.
+_FEW_REGIONS = 8
+
+OVERFLOW = "a run has an address or length above 2**63"
 
 
 class RegionSet:
@@ -44,9 +50,29 @@ class RegionSet:
         """Index of the first range that no single region holds, or None. Both arrays int64[num_ranges]."""
         if not self._regions:
             return 0 if len(begins) else None
-        slots = np.searchsorted(self._begins, begins, side="right") - 1
-        inside = (slots >= 0) & (begins + lengths <= self._ends[np.maximum(slots, 0)])
+        ends = begins + lengths
+        if len(self._regions) <= _FEW_REGIONS:
+            inside = np.zeros(len(begins), dtype=np.bool_)
+            for region in self._regions:
+                inside |= (begins >= region.base_address) & (ends <= region.end_address)
+        else:
+            slots = np.searchsorted(self._begins, begins, side="right") - 1
+            inside = (slots >= 0) & (ends <= self._ends[np.maximum(slots, 0)])
         return None if bool(inside.all()) else int(np.argmin(inside))
+
+
+def check_permit(key: bytes, spans: Spans, registered: RegionSet) -> None:
+    """Raises `ValueError` when memory cannot be allowed under this key, as `TransferEngine.allow` says."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"key: {len(key)} bytes given, {KEY_BYTES} required")
+    if spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
+        raise ValueError(f"spans: shape {spans.shape} given, (at least 1, 2) required")
+    begins, ends = spans[:, 0], spans[:, 1]
+    if bool((begins <= 0).any()) or bool((begins >= ends).any()) or bool((ends > MAX_ADDRESS).any()):
+        raise ValueError("spans: one of them is empty or outside of (0, 2**62]")
+    index = registered.first_outside(begins, ends - begins)
+    if index is not None:
+        raise ValueError(f"spans: [{begins[index]:#x}, {ends[index]:#x}) is outside this engine's registered memory")
 
 
 def open_regions(regions: Sequence[Region]) -> RegionSet:
@@ -57,43 +83,53 @@ def open_regions(regions: Sequence[Region]) -> RegionSet:
 
 
 def rejection(runs: Sequence[Run], sources: RegionSet, targets: RegionSet) -> str | None:
-    """Why these runs must not be posted, or None when they may be.
-
-    Checked before anything is sent: lengths are positive, every source lies in `sources`, every target in `targets`,
-    and no byte is written twice.
-    """
-    if not runs:
-        return None
+    """Why these runs must not be posted, or None when they may be; see `table_rejection`."""
     try:
-        table = np.array(runs, dtype=np.int64).reshape(len(runs), 3)
+        return table_rejection(pack_runs(runs), sources, targets)
     except OverflowError:
-        return "a run has an address or length above 2**63"
+        return OVERFLOW
+
+
+def table_rejection(table: Int64Array, sources: RegionSet, targets: RegionSet) -> str | None:
+    """Why the runs of `table` must not be posted, or None when they may be.
+
+    `table`: int64[num_runs, 3] of source, target and length. Checked before anything is sent: lengths are positive,
+    every source lies in `sources`, every target in `targets`, and no byte is written twice.
+    """
+    if not len(table):
+        return None
     source, target, length = table[:, 0], table[:, 1], table[:, 2]
     return (
-        _bad_number(table, runs)
-        or _outside(sources.first_outside(source, length), runs, "source", "this engine's registered memory")
-        or _outside(targets.first_outside(target, length), runs, "target", "the regions the link was opened for")
+        _bad_number(table)
+        or _outside(sources.first_outside(source, length), table, "source", "this engine's registered memory")
+        or _outside(targets.first_outside(target, length), table, "target", "the regions the link was opened for")
         or _written_twice(target, length)
     )
 
 
-def _bad_number(table: Int64Array, runs: Sequence[Run]) -> str | None:
+def _bad_number(table: Int64Array) -> str | None:
     # A sum that wraps would pass the range check below, so addresses are bounded first.
-    bad = (table <= 0).any(axis=1) | (table >= MAX_ADDRESS).any(axis=1)
-    return f"run {int(np.argmax(bad))} is malformed: {runs[int(np.argmax(bad))]}" if bool(bad.any()) else None
+    if table.min() > 0 and table.max() < MAX_ADDRESS:
+        return None
+    index = int(np.argmax((table <= 0).any(axis=1) | (table >= MAX_ADDRESS).any(axis=1)))
+    return f"run {index} is malformed: {Run(*table[index].tolist())}"
 
 
-def _outside(index: int | None, runs: Sequence[Run], side: str, where: str) -> str | None:
+def _outside(index: int | None, table: Int64Array, side: str, where: str) -> str | None:
     if index is None:
         return None
-    run = runs[index]
-    begin = run.source_address if side == "source" else run.target_address
-    return f"run {index}: {side} [{begin:#x}, {begin + run.length_bytes:#x}) is outside {where}"
+    source, target, length = table[index].tolist()
+    begin = source if side == "source" else target
+    return f"run {index}: {side} [{begin:#x}, {begin + length:#x}) is outside {where}"
 
 
 def _written_twice(target: Int64Array, length: Int64Array) -> str | None:
-    order = np.argsort(target, kind="stable")
-    overlaps = target[order][:-1] + length[order][:-1] > target[order][1:]
+    # Most writes are in order already, and sorting costs as much as all other checks.
+    if bool((target[:-1] + length[:-1] <= target[1:]).all()):
+        return None
+    order = np.argsort(target)
+    begins = target[order]
+    overlaps = begins[:-1] + length[order][:-1] > begins[1:]
     if not bool(overlaps.any()):
         return None
     at = int(np.argmax(overlaps))

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from integration.data_plane.planes import Memory, MemoryPlane, MooncakePlane, Peer, Plane
+from integration.data_plane.planes import Memory, MemoryPlane, MooncakePlane, Peer, Plane, ShmPlane, StreamPlane
+from support.certificates import make_tls_files
 
-from cache_runtime.transfer.engine import TransferEngine
+from cache_runtime.transfer.engine import PlaneKind, TransferEngine
 
 MEMORY_BYTES = 80 << 20
 
@@ -15,11 +17,28 @@ os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
 os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", "2")
 
 
-@pytest.fixture(scope="session", params=["memory", "mooncake"])
+def make_plane(name: str, folder: Path) -> Plane:
+    match name:
+        case "memory":
+            return MemoryPlane(PlaneKind.ONE_SIDED)
+        case "fenced memory":
+            return MemoryPlane(PlaneKind.TWO_SIDED)
+        case "mooncake":
+            return MooncakePlane(folder)
+        case "shm":
+            return ShmPlane(folder)
+        case "stream":
+            return StreamPlane(folder)
+        case _:
+            return StreamPlane(folder, tls=make_tls_files(folder))
+
+
+PLANES = ("memory", "fenced memory", "mooncake", "shm", "stream", "stream with TLS")
+
+
+@pytest.fixture(scope="session", params=PLANES)
 def plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plane:
-    if request.param == "memory":
-        return MemoryPlane()
-    return MooncakePlane(tmp_path_factory.mktemp("peers"))
+    return make_plane(request.param, tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +55,7 @@ def make_engine(plane: Plane, source: Memory) -> Iterator[Callable[[], TransferE
 
     def make() -> TransferEngine:
         engine = plane.make_engine()
-        engine.register(source.region.base_address, source.region.num_bytes)
+        source.register_with(engine)
         engines.append(engine)
         return engine
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from integration.data_plane.planes import Memory, Peer, Plane
+from integration.data_plane.planes import Memory, Peer, Plane, spans_of
 
 from cache_runtime.transfer.engine import (
+    NO_KEY,
     EngineClosed,
     PeerLink,
     PeerUnreachable,
-    PlaneKind,
     Region,
     Run,
     TransferEngine,
@@ -49,7 +49,7 @@ def link(engine: TransferEngine, peer: Peer) -> PeerLink:
 
 def test_an_engine_says_what_it_is(plane: Plane, engine: TransferEngine, link: PeerLink, peer: Peer) -> None:
     assert engine.name == plane.name
-    assert engine.kind is PlaneKind.ONE_SIDED
+    assert engine.kind is plane.kind
     assert engine.drain_bound_s >= 0
     assert link.peer == peer.endpoint != engine.endpoint
 
@@ -293,7 +293,8 @@ def test_closing_the_engine_ends_writes_under_way(engine: TransferEngine, source
 def test_a_closed_engine_receives_nothing_any_more(make_engine: Callable[[], TransferEngine], source: Memory) -> None:
     receiver, writer = make_engine(), make_engine()
     target = Memory(1 << 20)
-    receiver.register(target.region.base_address, target.region.num_bytes)
+    target.register_with(receiver)
+    receiver.allow(NO_KEY, spans_of(target.region))
     link = writer.open_peer(receiver.endpoint, [target.region])
     receiver.close()
     future = link.write([Run(source.region.base_address, target.region.base_address, KIB)], timeout_s=PATIENCE_S)

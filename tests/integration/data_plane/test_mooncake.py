@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from integration.data_plane.planes import Memory, MooncakePeer, MooncakePlane
+from integration.data_plane.planes import Memory, MooncakePlane, ProcessPeer
 
 from cache_runtime.transfer import create_engine
 from cache_runtime.transfer.engine import (
@@ -37,9 +37,9 @@ def mooncake(tmp_path: Path) -> MooncakePlane:
 
 
 @pytest.fixture
-def mooncake_peer(mooncake: MooncakePlane) -> Iterator[MooncakePeer]:
+def mooncake_peer(mooncake: MooncakePlane) -> Iterator[ProcessPeer]:
     peer = mooncake.start_peer(1 << 20)
-    assert isinstance(peer, MooncakePeer)
+    assert isinstance(peer, ProcessPeer)
     yield peer
     peer.kill()
 
@@ -136,7 +136,7 @@ def test_an_engine_starts_writes_and_leaves_without_a_word_or_a_delay() -> None:
 
 
 def test_a_hung_peer_is_found_out_on_opening_and_holds_up_nobody(
-    mooncake: MooncakePlane, mooncake_peer: MooncakePeer
+    mooncake: MooncakePlane, mooncake_peer: ProcessPeer
 ) -> None:
     engine, source = mooncake.make_engine(), Memory(4096)
     engine.register(source.region.base_address, 4096)
@@ -162,7 +162,7 @@ def test_a_hung_peer_is_found_out_on_opening_and_holds_up_nobody(
 
 
 def test_a_peer_that_stops_after_the_opening_does_not_hold_up_the_poller(
-    mooncake: MooncakePlane, mooncake_peer: MooncakePeer
+    mooncake: MooncakePlane, mooncake_peer: ProcessPeer
 ) -> None:
     engine, source = mooncake.make_engine(), Memory(4096)
     engine.register(source.region.base_address, 4096)
@@ -198,7 +198,7 @@ def test_a_peer_that_hangs_between_pre_flight_and_handshake_is_given_up_on(moonc
 
 
 def test_a_write_ends_well_when_a_stopped_peer_goes_on_in_time(
-    mooncake: MooncakePlane, mooncake_peer: MooncakePeer
+    mooncake: MooncakePlane, mooncake_peer: ProcessPeer
 ) -> None:
     engine, source = mooncake.make_engine(), Memory(4096)
     source.array[:] = 9
@@ -222,7 +222,7 @@ def test_an_inherited_engine_does_not_stop_a_forked_child_from_leaving(mooncake:
 
 
 def test_the_wrong_engine_at_an_endpoint_is_not_taken_for_the_peer(
-    mooncake: MooncakePlane, mooncake_peer: MooncakePeer
+    mooncake: MooncakePlane, mooncake_peer: ProcessPeer
 ) -> None:
     port = mooncake_peer.endpoint.rpartition(":")[2]
     with pytest.raises(PeerUnreachable, match=f'answers under another name, "127.0.0.1:{port}"'):

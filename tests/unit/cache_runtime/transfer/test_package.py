@@ -12,8 +12,11 @@ from cache_runtime.transfer.engine import DataPlaneUnavailable, Region
 from cache_runtime.transfer.memory_engine import MemoryFabric
 
 
-def test_importing_the_package_loads_neither_torch_nor_a_native_data_plane() -> None:
-    modules = "engine, memory_engine, mooncake_engine, placement, planner, poller, preflight, regions, schema"
+def test_importing_the_package_loads_neither_torch_nor_mooncake() -> None:
+    modules = (
+        "engine, memory_engine, mooncake_engine, placement, planner, poller, preflight, regions, schema, shm_engine, "
+        "stream_engine"
+    )
     script = (
         f"import cache_runtime.transfer\nfrom cache_runtime.transfer import {modules}\nimport sys\n"
         "print([name for name in ('torch', 'mooncake', 'grpc') if name in sys.modules])"
@@ -31,5 +34,5 @@ def test_memory_engines_of_one_fabric_reach_one_another() -> None:
 
 
 def test_an_unknown_data_plane_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(DataPlaneUnavailable, match='"carrier-pigeon" is unknown; choose one of mooncake, memory'):
+    with pytest.raises(DataPlaneUnavailable, match='"carrier-pigeon" is unknown; choose one of shm, stream, mooncake'):
         create_engine("carrier-pigeon")

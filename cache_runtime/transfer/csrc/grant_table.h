@@ -1,0 +1,78 @@
+// The receiver's fence: which memory may be written to right now, by grant key.
+//
+// Knows addresses and keys, no sockets and no handoffs. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "frames.h"
+
+namespace pdmesh::transfer {
+
+// Addresses [begin, end).
+struct Span {
+  std::uint64_t begin;
+  std::uint64_t end;
+};
+
+// Memory granted under one key. Its spans never change; it is live until it is revoked, once.
+class Grant {
+ public:
+  explicit Grant(std::vector<Span> spans);
+
+  bool covers(std::uint64_t begin, std::uint64_t num_bytes) const;
+
+  // Runs `place` unless the grant was revoked; returns whether it ran. `revoke` waits for it, so it must be
+  // short and must not wait for a peer.
+  template <class Place>
+  bool place(const Place& place) {
+    // A look before the lock, or a placing thread could win it over and over from one that revokes.
+    if (!is_live_) return false;
+    const std::lock_guard lock(fence_);
+    if (!is_live_) return false;
+    place();
+    return true;
+  }
+
+  // After it returned nothing is placed any more.
+  void revoke();
+
+ private:
+  std::vector<Span> spans_;  // in order, with gaps between them
+  std::atomic<bool> is_live_{true};
+  std::mutex fence_;
+};
+
+class GrantTable {
+ public:
+  // Throws std::invalid_argument when the key is live already, a span is empty or none is given, and
+  // std::runtime_error after `close`.
+  std::shared_ptr<Grant> allow(const Key& key, std::vector<Span> spans);
+
+  // Idempotent; see Grant::revoke.
+  void revoke(const Key& key, const std::shared_ptr<Grant>& grant);
+
+  // The live grant of that key, null when there is none.
+  std::shared_ptr<Grant> find(const Key& key) const;
+
+  // Revokes everything and grants nothing more.
+  void close();
+
+  void count(std::uint64_t num_refused_pieces, std::uint64_t num_placed_bytes);
+  std::uint64_t num_refused_pieces() const { return num_refused_pieces_; }
+  std::uint64_t num_placed_bytes() const { return num_placed_bytes_; }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<Key, std::shared_ptr<Grant>> grants_;
+  bool is_closed_ = false;
+  std::atomic<std::uint64_t> num_refused_pieces_{0};
+  std::atomic<std::uint64_t> num_placed_bytes_{0};
+};
+
+}  // namespace pdmesh::transfer
