@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
+from cache_runtime.transfer.engine import TransferEngine
 from cache_runtime.transfer.placement import check_bridgeable, logical_differences
+from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.errors import (
     IncompatiblePeer,
@@ -26,7 +28,7 @@ from node_runtime.errors import (
     RemoteError,
     TransferBroken,
 )
-from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
 from node_runtime.request_rules import check_incarnation, check_node_id
 from node_runtime.rpc import Channel, connect
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
@@ -48,6 +50,8 @@ class PrefillPeer:
     node_id: str
     incarnation: int
     channel: Channel
+    # What it writes our blocks through.
+    plane: TransferEngine
     num_users: int = 0
     is_retired: bool = False
     # Told when the node came back as another incarnation: nothing will come of the handoffs with this one.
@@ -87,6 +91,7 @@ class _Entry:
             incarnation=self.peer.incarnation if self.peer else 0,
             state=state,
             detail="" if self.is_ready else self.detail,
+            data_plane=self.peer.plane.name if self.peer else "",
         )
 
 
@@ -98,6 +103,7 @@ class PrefillPeers:
         *,
         node_id: str,
         incarnation: int,
+        planes: PlaneSet,
         manifest: PlacementManifest,
         probes: ProbeBuffer,
         max_message_bytes: int,
@@ -106,6 +112,7 @@ class PrefillPeers:
         """`on_change` is called whenever a peer may have become ready or ceased to be."""
         self._node_id = node_id
         self._incarnation = incarnation
+        self._planes = planes
         self._manifest = manifest
         self._probes = probes
         self._max_message_bytes = max_message_bytes
@@ -194,6 +201,7 @@ class PrefillPeers:
         try:
             response = await self._prove(channel)
             self._check(entry.address, response)
+            plane = self._chosen_plane(entry.address, response)
         except BaseException as error:
             entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
             await channel.close()
@@ -204,12 +212,16 @@ class PrefillPeers:
         old, entry.peer = (
             entry.peer,
             PrefillPeer(
-                address=entry.address, node_id=response.node_id, incarnation=response.incarnation, channel=channel
+                address=entry.address,
+                node_id=response.node_id,
+                incarnation=response.incarnation,
+                channel=channel,
+                plane=plane,
             ),
         )
         entry.is_suspect = False
         entry.changed.set()
-        _log.info("prefill node %s at %s is a peer", response.node_id, entry.address)
+        _log.info("prefill node %s at %s is a peer: data plane %s", response.node_id, entry.address, plane.name)
         self._on_change()
         if old is not None and old.incarnation != response.incarnation:
             for tell in tuple(old.on_restart):
@@ -228,11 +240,15 @@ class PrefillPeers:
                 nonce=nonce,
                 nonce_address=slot.address,
             )
-            response = await channel.unary(stub.Bootstrap, request, timeout_s=BOOTSTRAP_TIMEOUT_S)
+            permit = self._planes.allow(nonce_key(nonce), slot.spans)
+            try:
+                response = await channel.unary(stub.Bootstrap, request, timeout_s=BOOTSTRAP_TIMEOUT_S)
+            finally:
+                permit.revoke()
             if slot.read() != nonce:
                 raise TransferBroken(
                     f"prefill node at {channel.address} says that it wrote the nonce, but it did not arrive through "
-                    f"the data plane at {self._manifest.ranks[0].endpoint}"
+                    f"the data plane {response.data_plane or self._manifest.ranks[0].data_plane}"
                 )
         return response
 
@@ -249,6 +265,16 @@ class PrefillPeers:
         ) or check_bridgeable(manifest, self._manifest)
         if differences:
             raise IncompatiblePeer(f"prefill node {response.node_id} at {address}", differences)
+
+    def _chosen_plane(self, address: str, response: prefill_pb2.BootstrapResponse) -> TransferEngine:
+        """Of the planes that we offered the one that the nonce came through."""
+        name = response.data_plane or self._manifest.ranks[0].data_plane
+        plane = self._planes.find(name)
+        if plane is None:
+            raise RemoteError(
+                "INTERNAL", f'prefill node at {address} uses data plane "{name[:64]}", which was not offered'
+            )
+        return plane
 
     # Watching configured addresses.
 

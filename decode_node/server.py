@@ -120,15 +120,17 @@ class DecodeNode:
             await self._receiving.peers.close()
         await asyncio.to_thread(self.engine.stop)
         if self._core.data_plane is not None:
-            self._core.data_plane.engine.close()
+            self._core.data_plane.planes.close()
 
     def _make_receiving(self, config: DecodeNodeConfig) -> _Receiving:
         data_plane = self._core.require_data_plane()
         probes = ProbeBuffer()
-        data_plane.engine.register(probes.base_address, probes.num_bytes)
+        planes = data_plane.planes
+        planes.register(probes.base_address, probes.num_bytes, shared_descriptor=probes.shared_descriptor)
         peers = PrefillPeers(
             node_id=config.node_id,
             incarnation=self._incarnation,
+            planes=planes,
             manifest=data_plane.manifest,
             probes=probes,
             max_message_bytes=config.max_message_bytes,
@@ -146,7 +148,7 @@ class DecodeNode:
             engine=self.engine,
             clock=self._clock,
             telemetry=self._telemetry,
-            drain_bound_s=data_plane.engine.drain_bound_s,
+            manifest=data_plane.manifest,
             notice_bound_s=self._peer_notice_bound_s,
             lease_s=config.handoff_lease_s,
             vocab_size=self._core.facts.vocab_size,

@@ -19,8 +19,8 @@ from node_runtime.errors import BadConfig
 LogLevel = Literal["debug", "info", "warning", "error"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WeightsName = Literal["auto", "float32", "quantized"]
-DataPlaneName = Literal["mooncake", "memory"]
-TransferProtocol = Literal["tcp", "rdma"]
+DataPlaneName = Literal["auto", "shm", "stream", "mooncake", "memory"]
+TransferProtocol = Literal["auto", "tcp", "rdma"]
 EvictionPolicyName = Literal["lru", "aged_frequency"]
 
 _SIZE_UNITS = {
@@ -182,9 +182,25 @@ class ComputeNodeConfig(NodeConfig):
         default=None, ge=1, le=1024, description="Compute threads. Default: all cores that this process may use."
     )
     enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
-    data_plane: DataPlaneName = Field(default="mooncake", description="What moves the cache between nodes.")
+    data_plane: DataPlaneName = Field(
+        default="auto",
+        description="What moves the cache between nodes. auto: shared memory on one host, else RDMA by mooncake, else "
+        "a TCP stream.",
+    )
+    data_plane_port: int = Field(
+        default=0, ge=0, le=65535, description="TCP port of the stream data plane; 0 takes a free one."
+    )
+    data_plane_tls_cert: str = Field(
+        default="",
+        description="PEM file with this node's certificate: encrypts the stream data plane; both sides must show one.",
+    )
+    data_plane_tls_key: str = Field(default="", description="PEM file with the key of that certificate.")
+    data_plane_tls_ca: str = Field(
+        default="", description="PEM file with the authority that signs the certificates of the mesh."
+    )
     transfer_protocol: TransferProtocol = Field(
-        default="tcp", description="Transport of the data plane. rdma is refused on a machine without an RDMA device."
+        default="auto",
+        description="Transport of mooncake. auto: rdma where the machine has a device, else tcp.",
     )
     eviction_policy: EvictionPolicyName = Field(
         default="lru", description="Which cached prefixes go first: the least recently used, or by use and age."
@@ -204,6 +220,11 @@ class ComputeNodeConfig(NodeConfig):
             raise ValueError(
                 f"rdma_device={self.rdma_device!r} needs transfer_protocol=rdma, got {self.transfer_protocol}"
             )
+        tls = (self.data_plane_tls_cert, self.data_plane_tls_key, self.data_plane_tls_ca)
+        if any(tls) and not all(tls):
+            raise ValueError("data_plane_tls_cert, data_plane_tls_key and data_plane_tls_ca go together")
+        if all(tls) and self.data_plane not in ("auto", "stream"):
+            raise ValueError(f"data_plane_tls_cert needs data_plane=stream or auto, got {self.data_plane}")
         if self.token_budget < self.max_batch_size:
             raise ValueError(
                 f"token_budget={self.token_budget} must be at least max_batch_size={self.max_batch_size}: "

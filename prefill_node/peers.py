@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdmesh.v1 import mesh_pb2
 
-from cache_runtime.transfer.engine import PeerLink, Region, Run, TransferEngine, TransferError, TransferRejected
+from cache_runtime.transfer.engine import PeerLink, Region, Run, TransferError, TransferRejected
 from cache_runtime.transfer.placement import check_bridgeable, logical_differences
-from cache_runtime.transfer.schema import PlacementManifest, RankPlacement
+from cache_runtime.transfer.plane_set import ChosenLink, PlaneSet
+from cache_runtime.transfer.schema import PlacementManifest, PlaneOffer, RankPlacement
 from node_runtime.errors import IncompatiblePeer, InvalidRequest, NotBootstrapped, PeerUnavailable
 from node_runtime.handoff.checks import GrantedGroup
-from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer
+from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
 from node_runtime.request_rules import check_incarnation, check_node_id
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class DecodePeer:
     target: RankPlacement
     groups: Mapping[str, GrantedGroup]
     link: PeerLink
+    data_plane: str
     suspect_reason: str = ""
     num_handoffs: int = 0
     # Told when the node came back as another incarnation: nobody is left who could want the handoffs of this one.
@@ -75,14 +77,14 @@ class _Turn:
 class DecodePeers:
     """Registry of decode nodes."""
 
-    engine: TransferEngine
+    planes: PlaneSet
     manifest: PlacementManifest
     probes: ProbeBuffer
     _peers: dict[int, DecodePeer] = field(default_factory=dict)
     _turns: dict[int, _Turn] = field(default_factory=dict)
 
-    async def bootstrap(self, caller: Introduction) -> None:
-        """Makes the caller a peer, or proves an existing one anew.
+    async def bootstrap(self, caller: Introduction) -> str:
+        """Makes the caller a peer, or proves an existing one anew; returns the data plane that leads to it.
 
         Raises IncompatiblePeer naming every difference, InvalidRequest, or PeerUnavailable naming the endpoint.
         """
@@ -90,9 +92,11 @@ class DecodePeers:
         async with self._turn(caller.incarnation):
             known = self._peers.get(caller.incarnation)
             if known is not None and not known.suspect_reason and known.target == caller.manifest.ranks[0]:
-                await self._prove_again(caller)
-            else:
-                self._admit(caller, await self._open(caller, with_arena=True))
+                await self._prove_again(caller, known)
+                return known.data_plane
+            chosen = await self._open(caller, caller.manifest.ranks[0].offers, with_arena=True)
+            self._admit(caller, chosen)
+            return chosen.data_plane
 
     @asynccontextmanager
     async def _turn(self, incarnation: int) -> AsyncIterator[None]:
@@ -126,10 +130,11 @@ class DecodePeers:
         return tuple(
             mesh_pb2.PeerStatus(
                 node_id=peer.node_id,
-                address=peer.target.endpoint,
+                address=peer.link.peer,
                 incarnation=peer.incarnation,
                 state="suspect" if peer.suspect_reason else "ready",
                 detail=peer.suspect_reason,
+                data_plane=peer.data_plane,
             )
             for peer in self._peers.values()
         )
@@ -148,20 +153,21 @@ class DecodePeers:
         if differences:
             raise IncompatiblePeer(f"decode node {caller.node_id}", differences)
 
-    async def _prove_again(self, caller: Introduction) -> None:
+    async def _prove_again(self, caller: Introduction, known: DecodePeer) -> None:
         """Proves the way to a known peer without touching the link that its handoffs use."""
-        link = await self._open(caller, with_arena=False)
-        link.close()
+        offers = [offer for offer in known.target.offers if offer.name == known.data_plane]
+        chosen = await self._open(caller, offers, with_arena=False)
+        chosen.link.close()
 
-    async def _open(self, caller: Introduction, *, with_arena: bool) -> PeerLink:
-        """A link through which the nonce has been written."""
+    async def _open(self, caller: Introduction, offers: Sequence[PlaneOffer], *, with_arena: bool) -> ChosenLink:
+        """A link over one of the offered planes, through which the nonce has been written."""
         rank = caller.manifest.ranks[0]
         regions = [Region(base_address=caller.nonce_address, num_bytes=NONCE_BYTES)]
         if with_arena:
             regions.append(Region(base_address=rank.arena_base, num_bytes=rank.arena_bytes))
-        opening = asyncio.ensure_future(asyncio.to_thread(self.engine.open_peer, rank.endpoint, regions))
+        opening = asyncio.ensure_future(asyncio.to_thread(self.planes.open_peer, offers, regions))
         try:
-            link = await asyncio.shield(opening)
+            chosen = await asyncio.shield(opening)
         except asyncio.CancelledError:
             # The thread cannot be stopped; the link that it makes is nobody's.
             opening.add_done_callback(_close_link)
@@ -169,33 +175,31 @@ class DecodePeers:
         except TransferRejected as error:
             raise InvalidRequest(f"the memory of the manifest cannot be written to: {error}") from None
         except TransferError as error:
-            raise PeerUnavailable(rank.endpoint, f"data plane of {caller.node_id}: {error.reason}") from None
+            raise PeerUnavailable(error.peer, f"data plane of {caller.node_id}: {error.reason}") from None
         except ValueError as error:
             raise InvalidRequest(f"nonce_address: {error}") from None
         try:
-            await self._write_nonce(caller, link)
+            await self._write_nonce(caller, chosen.link)
         except BaseException:
-            link.close()
+            chosen.link.close()
             raise
-        return link
+        return chosen
 
     async def _write_nonce(self, caller: Introduction, link: PeerLink) -> None:
         async with self.probes.slot() as slot:
             slot.fill(caller.nonce)
             run = Run(slot.address, caller.nonce_address, NONCE_BYTES)
-            writing = asyncio.wrap_future(link.write([run], timeout_s=_NONCE_TIMEOUT_S))
+            writing = asyncio.wrap_future(link.write([run], key=nonce_key(caller.nonce), timeout_s=_NONCE_TIMEOUT_S))
             try:
                 # Shielded: the slot must not be reused while the write may still read it.
                 await asyncio.shield(writing)
             except TransferError as error:
-                raise PeerUnavailable(
-                    caller.manifest.ranks[0].endpoint, f"data plane of {caller.node_id}: {error.reason}"
-                ) from None
+                raise PeerUnavailable(error.peer, f"data plane of {caller.node_id}: {error.reason}") from None
             finally:
                 if not writing.done():
                     await asyncio.wait((writing,))
 
-    def _admit(self, caller: Introduction, link: PeerLink) -> None:
+    def _admit(self, caller: Introduction, chosen: ChosenLink) -> None:
         rank = caller.manifest.ranks[0]
         groups = {
             group.group_id: GrantedGroup.of(group, rank.find_num_blocks(group.group_id) or 0)
@@ -209,9 +213,14 @@ class DecodePeers:
                     tell()
         self._make_room()
         self._peers[caller.incarnation] = DecodePeer(
-            node_id=caller.node_id, incarnation=caller.incarnation, target=rank, groups=groups, link=link
+            node_id=caller.node_id,
+            incarnation=caller.incarnation,
+            target=rank,
+            groups=groups,
+            link=chosen.link,
+            data_plane=chosen.data_plane,
         )
-        _log.info("decode node %s is a peer: data plane %s at %s", caller.node_id, rank.data_plane, rank.endpoint)
+        _log.info("decode node %s is a peer: data plane %s at %s", caller.node_id, chosen.data_plane, chosen.link.peer)
 
     @staticmethod
     def _is_replaced(peer: DecodePeer, caller: Introduction) -> bool:
@@ -229,6 +238,6 @@ class DecodePeers:
             self._retire(peer)
 
 
-def _close_link(opening: asyncio.Future[PeerLink]) -> None:
+def _close_link(opening: asyncio.Future[ChosenLink]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        opening.result().link.close()

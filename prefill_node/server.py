@@ -46,12 +46,12 @@ class PrefillNode:
         data_plane = core.require_data_plane()
         self._config = config
         self._core = core
-        self._transfer = data_plane.engine
+        self._planes = data_plane.planes
         self._is_serving = False
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         incarnation = secrets.randbits(64) or 1
         probes = ProbeBuffer()
-        self._transfer.register(probes.base_address, probes.num_bytes)
+        self._planes.register(probes.base_address, probes.num_bytes, shared_descriptor=probes.shared_descriptor)
         sender = PrefillSender(
             logical=data_plane.manifest.logical,
             source=data_plane.manifest.ranks[0],
@@ -66,7 +66,7 @@ class PrefillNode:
             on_fatal=on_fatal,
             hooks=sender,
         )
-        self._peers = DecodePeers(self._transfer, data_plane.manifest, probes)
+        self._peers = DecodePeers(self._planes, data_plane.manifest, probes)
         self.service = PrefillService(
             node_id=config.node_id,
             incarnation=incarnation,
@@ -124,7 +124,7 @@ class PrefillNode:
         await asyncio.to_thread(self.engine.stop)
         self._hashing.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
-        self._transfer.close()
+        self._planes.close()
 
 
 async def serve(config: PrefillNodeConfig) -> int:

@@ -90,9 +90,12 @@ class PrefillService:
             nonce=request.nonce,
             nonce_address=request.nonce_address,
         )
-        await self._tools.peers.bootstrap(caller)
+        data_plane = await self._tools.peers.bootstrap(caller)
         return prefill_pb2.BootstrapResponse(
-            node_id=self._node_id, incarnation=self._incarnation, manifest=manifest_to_proto(self._manifest)
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            manifest=manifest_to_proto(self._manifest),
+            data_plane=data_plane,
         )
 
     async def Handoff(

@@ -20,6 +20,7 @@ def create_engine(
     *,
     host: str = "127.0.0.1",
     bind_host: str = "",
+    port: int = 0,
     protocol: str = "tcp",
     device: str = "",
     tls: TlsFiles | None = None,
@@ -31,7 +32,8 @@ def create_engine(
         name: One of `DATA_PLANES`.
         host: Address peers reach this node at; part of the engine's endpoint. For "stream" and "mooncake".
         bind_host: Address to listen on, for "stream"; empty: all interfaces.
-        protocol: "tcp" or "rdma", for "mooncake".
+        port: TCP port, for "stream"; 0 takes a free one.
+        protocol: "tcp", "rdma" or "auto" (rdma where there is a device), for "mooncake".
         device: RDMA device name, for "mooncake" over "rdma"; empty selects any.
         tls: Certificates of this node and of the mesh, for "stream"; None: no encryption.
         fabric: What connects the engines of a process, for "memory"; None makes an engine without peers.
@@ -49,5 +51,5 @@ def create_engine(
     if name == "shm":
         return open_shm_engine()
     if name == "stream":
-        return open_stream_engine(host, bind_host=bind_host, tls=tls)
+        return open_stream_engine(host, bind_host=bind_host, port=port, tls=tls)
     raise DataPlaneUnavailable(f'data plane "{name}" is unknown; choose one of {", ".join(DATA_PLANES)}')

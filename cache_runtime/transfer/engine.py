@@ -217,6 +217,11 @@ class TransferEngine(Protocol):
     def kind(self) -> PlaneKind: ...
 
     @property
+    def protocol(self) -> str:
+        """What its connections speak, e.g. "tcp", "rdma" or "tls"; both ends must speak the same."""
+        ...
+
+    @property
     def drain_bound_s(self) -> float:
         """How long after its writer stopped posting (or died) a write may still land, in seconds."""
         ...

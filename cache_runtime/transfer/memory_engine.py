@@ -33,7 +33,7 @@ from .engine import (
     always_wanted,
     failed_write,
 )
-from .regions import RegionSet, check_permit, open_regions, rejection
+from .regions import RegionSet, check_permit, joined, open_regions, rejection
 
 
 @dataclass(slots=True)
@@ -126,6 +126,7 @@ class MemoryEngine:
     """`TransferEngine` over `memmove`, with one copying thread."""
 
     name = "memory"
+    protocol = "memory"
     drain_bound_s = 0.0
 
     def __init__(
@@ -165,7 +166,7 @@ class MemoryEngine:
     def allow(self, key: bytes, spans: Spans) -> MemoryPermit:
         self.check_usable()
         check_permit(key, spans, self._regions)
-        regions = RegionSet(Region(base_address=begin, num_bytes=end - begin) for begin, end in spans.tolist())
+        regions = joined(spans)
         with self._fabric.changed:
             if key in self._grants:
                 raise ValueError("key: it has a live grant already")

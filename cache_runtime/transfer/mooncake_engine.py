@@ -44,6 +44,7 @@ from .regions import RegionSet, check_permit, open_regions, rejection
 
 OPEN_TIMEOUT_S = 2.0
 PROTOCOLS = ("tcp", "rdma")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 # What the native timeouts are short of: noticing an expired timer, ending the slice, our own poll.
 _DRAIN_MARGIN_S = 3.0
 _PROGRESS_TIMEOUT = "MC_TCP_PROGRESS_TIMEOUT_SEC"
@@ -98,11 +99,12 @@ class MooncakeEngine:
     def __init__(
         self, host: str, *, protocol: str = "tcp", device: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts receiving at `host` on a port the library draws.
+        """Starts receiving at `host` on a port the library draws. `protocol` "auto": rdma where there is a device.
 
         Raises `DataPlaneUnavailable` and `MissingDataPlane`, both before anything is started, and `DataPlaneError` when
         the library cannot start.
         """
+        protocol = choose_protocol() if protocol == "auto" else protocol
         check_request(host, protocol, device)
         prepare_environment()
         self._host = host
@@ -124,6 +126,10 @@ class MooncakeEngine:
     @property
     def endpoint(self) -> str:
         return self._endpoint
+
+    @property
+    def protocol(self) -> str:
+        return self._protocol
 
     @property
     def regions(self) -> RegionSet:
@@ -297,7 +303,7 @@ class _NativeSender:
         return self._check(ticket)
 
 
-def check_request(host: str, protocol: str, device: str, *, rdma_devices: Path = Path("/sys/class/infiniband")) -> None:
+def check_request(host: str, protocol: str, device: str, *, rdma_devices: Path = _RDMA_DEVICES) -> None:
     """Raises `DataPlaneUnavailable` when this machine cannot offer what was asked for.
 
     Asked before the library is: it accepts any protocol and device, and silently uses TCP instead.
@@ -315,6 +321,11 @@ def check_request(host: str, protocol: str, device: str, *, rdma_devices: Path =
         raise DataPlaneUnavailable(f'mooncake: protocol "rdma" needs an RDMA device, and {rdma_devices} lists none')
     if device and device not in found:
         raise DataPlaneUnavailable(f'mooncake: RDMA device "{device}" is not in {rdma_devices}: {", ".join(found)}')
+
+
+def choose_protocol(*, rdma_devices: Path = _RDMA_DEVICES) -> str:
+    """The better one of those that this machine has a device for."""
+    return "rdma" if rdma_devices.is_dir() and any(rdma_devices.iterdir()) else "tcp"
 
 
 def prepare_environment() -> None:

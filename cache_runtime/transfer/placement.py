@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .plane_choice import usable_offers
 from .schema import FieldSchema, GroupSchema, LogicalManifest, PlacementManifest, RankPlacement
 
 
@@ -25,8 +26,8 @@ def logical_differences(
 def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tuple[str, ...]:
     """Physical differences between two logically equal manifests that no plan can bridge; empty when there are none.
 
-    Bridged are other arena addresses and sizes, offsets, strides and block counts. Not bridged are another data plane
-    and another tensor-parallel size: a partitioned field would have to be re-cut between ranks.
+    Bridged are other arena addresses and sizes, offsets, strides and block counts. Not bridged are no data plane in
+    common and another tensor-parallel size: a partitioned field would have to be re-cut between ranks.
     """
     reasons = []
     source_size, target_size = len(source.ranks), len(target.ranks)
@@ -42,8 +43,8 @@ def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tu
 
 def _rank_reasons(source: RankPlacement, target: RankPlacement, *, same_size: bool) -> Iterator[str]:
     where = f"rank {source.tp_rank}"
-    if source.data_plane != target.data_plane:
-        yield f"{where}: data_plane source={source.data_plane}, target={target.data_plane}"
+    if not usable_offers(source.offers, target.offers):
+        yield f"{where}: data_plane source={_shown_offers(source)}, target={_shown_offers(target)}"
     if not same_size:
         return
     for item in source.fields:
@@ -51,6 +52,10 @@ def _rank_reasons(source: RankPlacement, target: RankPlacement, *, same_size: bo
         theirs = None if other is None else other.block_bytes
         if theirs != item.block_bytes:
             yield f'{where} field "{item.field_id}": block_bytes source={item.block_bytes}, target={theirs}'
+
+
+def _shown_offers(rank: RankPlacement) -> str:
+    return "|".join(f"{offer.name}({offer.protocol})" if offer.protocol else offer.name for offer in rank.offers)
 
 
 class _Comparison:

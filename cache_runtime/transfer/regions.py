@@ -75,6 +75,17 @@ def check_permit(key: bytes, spans: Spans, registered: RegionSet) -> None:
         raise ValueError(f"spans: [{begins[index]:#x}, {ends[index]:#x}) is outside this engine's registered memory")
 
 
+def joined(spans: Spans) -> RegionSet:
+    """The memory of `spans`; those that touch or overlap are one region, for a run may cross blocks side by side."""
+    regions: list[Region] = []
+    for begin, end in sorted(spans.tolist()):
+        if regions and begin <= regions[-1].end_address:
+            begin, end = regions[-1].base_address, max(end, regions[-1].end_address)
+            del regions[-1]
+        regions.append(Region(base_address=begin, num_bytes=end - begin))
+    return RegionSet(regions)
+
+
 def open_regions(regions: Sequence[Region]) -> RegionSet:
     """The targets of a link. Raises `ValueError` when there are none or two overlap."""
     if not regions:

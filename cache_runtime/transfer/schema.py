@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_GROUPS: Final = 64
 MAX_FIELDS: Final = 4096
 MAX_RANKS: Final = 256
+MAX_OFFERS: Final = 16
 MAX_BLOCK_AXES: Final = 8
 MAX_NAME_CHARS: Final = 256
 # Dimensions, counts and token spans fit int32, as the kernels that index with them do.
@@ -193,6 +194,27 @@ class GroupBlockCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneOffer:
+    """A data plane through which a rank can be written to."""
+
+    name: str
+    endpoint: str
+    # What its connections speak; empty: not said.
+    protocol: str = ""
+    # Names the running host, for a plane that reaches no further; empty otherwise.
+    host_id: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name("planes: name", self.name)
+        _check_name(f'plane "{self.name}": endpoint', self.endpoint)
+        for field_name, value in (("protocol", self.protocol), ("host_id", self.host_id)):
+            if len(value) > MAX_NAME_CHARS:
+                raise ManifestError(
+                    f'plane "{self.name}": {field_name} has {len(value)} characters, limit {MAX_NAME_CHARS}'
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
     """Physical part of a manifest for one rank: where its arena is and what lies where in it."""
 
@@ -204,6 +226,8 @@ class RankPlacement:
     arena_bytes: int
     fields: tuple[FieldPlacement, ...]
     block_counts: tuple[GroupBlockCount, ...]
+    # Every way to write to the rank; none said (an older release): `data_plane` at `endpoint`.
+    planes: tuple[PlaneOffer, ...] = ()
     # The planner looks both up for every stage of every chunk.
     _field_by_id: dict[str, FieldPlacement] = field(init=False, repr=False, compare=False)
     _num_blocks_by_group: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -220,6 +244,9 @@ class RankPlacement:
                 f"arena_base={self.arena_base:#x}, arena_bytes={self.arena_bytes}: both must be positive and the arena "
                 "must end below 2**62"
             )
+        if len(self.planes) > MAX_OFFERS:
+            raise ManifestError(f"planes: {len(self.planes)} entries, limit {MAX_OFFERS}")
+        _unique("planes", (offer.name for offer in self.planes))
         _check_size("placement fields", self.fields, MAX_FIELDS)
         _check_size("block_counts", self.block_counts, MAX_GROUPS)
         _unique("placement fields", (item.field_id for item in self.fields))
@@ -233,6 +260,10 @@ class RankPlacement:
         object.__setattr__(
             self, "_num_blocks_by_group", {count.group_id: count.num_blocks for count in self.block_counts}
         )
+
+    @property
+    def offers(self) -> tuple[PlaneOffer, ...]:
+        return self.planes or (PlaneOffer(name=self.data_plane, endpoint=self.endpoint),)
 
     def find_field(self, field_id: str) -> FieldPlacement | None:
         return self._field_by_id.get(field_id)
@@ -284,10 +315,12 @@ def build_manifest(
     arena_base: int,
     data_plane: str,
     endpoint: str,
+    planes: Sequence[PlaneOffer] = (),
 ) -> PlacementManifest:
     """The manifest of a node with one rank, whose arena of `plan` starts at address `arena_base`.
 
-    `stages` lists the field ids that become complete together, in the order of a forward pass. Raises `ManifestError`
+    `stages` lists the field ids that become complete together, in the order of a forward pass; `planes` all ways to
+    write to the arena, of which `data_plane` at `endpoint` is the one that older releases know. Raises `ManifestError`
     when they do not name every field of the plan exactly once, and for a sharded group, whose block ids are not the
     arena's.
     """
@@ -326,6 +359,7 @@ def build_manifest(
         tp_size=1,
         data_plane=data_plane,
         endpoint=endpoint,
+        planes=tuple(planes),
         arena_base=arena_base,
         arena_bytes=plan.num_arena_bytes,
         fields=tuple(

@@ -35,6 +35,7 @@ class ShmTransport:
     """Unix sockets in the abstract namespace."""
 
     name = "shm"
+    protocol = "unix"
     is_shared = True
 
     def __init__(self, endpoint: str = "") -> None:

@@ -81,6 +81,10 @@ class SocketEngine:
         return self._transport.name
 
     @property
+    def protocol(self) -> str:
+        return self._transport.protocol
+
+    @property
     def endpoint(self) -> str:
         return self._transport.endpoint
 

@@ -233,7 +233,7 @@ class SocketPeerLink:
                 begin = ending.refused_address
                 span = f"[{begin:#x}, {begin + ending.refused_bytes:#x})"
                 return TransferRefused(
-                    self._peer, f"the peer had not granted {ending.num_refused_pieces} pieces, the first at {span}"
+                    self._peer, f"{ending.num_refused_pieces} pieces were not granted, the first at {span}"
                 )
             case Outcome.TIMED_OUT:
                 return TransferTimeout(self._peer, f"{progress} within {write.timeout_s} s")

@@ -49,6 +49,7 @@ class StreamTransport:
 
         Raises DataPlaneUnavailable.
         """
+        self.protocol = "tcp" if tls is None else "tls"
         self._server_tls = None if tls is None else _make_context(ssl.PROTOCOL_TLS_SERVER, tls)
         self._client_tls = None if tls is None else _make_context(ssl.PROTOCOL_TLS_CLIENT, tls)
         try:

@@ -15,6 +15,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def protocol(self) -> str:
+        """What its connections speak."""
+        ...
+
+    @property
     def endpoint(self) -> str:
         """Where peers connect to this process."""
         ...

@@ -12,8 +12,8 @@ from pathlib import Path
 from cache_runtime.device import open_device
 from cache_runtime.errors import CacheError
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
-from cache_runtime.transfer import create_engine
-from cache_runtime.transfer.engine import DataPlaneError, TransferEngine
+from cache_runtime.transfer.engine import DataPlaneError
+from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import ManifestError, build_manifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
@@ -22,6 +22,7 @@ from model_runtime.weight_choice import WeightChoice
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.engine.cache_plan import scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
+from node_runtime.engine.data_planes import known_to_older_releases, open_planes
 from node_runtime.errors import BadConfig
 from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
 
@@ -37,9 +38,9 @@ def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: in
 def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
     _check_device(config, role)
     checkpoint = open_checkpoint(config.model)
-    device = open_device(config.device)
     # Before the weights: a machine that lacks what the data plane needs is told so at once.
-    engine = None if role is Role.FUSED else _open_data_plane(config)
+    planes = None if role is Role.FUSED else open_planes(config)
+    device = open_device(config.device, is_shared=planes is not None and planes.find("shm") is not None)
     limits = scheduler_limits(config, role, checkpoint)
     executor = ModelExecutor(
         checkpoint,
@@ -71,7 +72,7 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         scheduler=Scheduler(scheduler_config),
         group_ids=tuple(contract.group_ids),
         facts=_facts(config, checkpoint, executor, fingerprint, limits.context_tokens),
-        data_plane=None if engine is None else _data_plane(config, engine, executor, fingerprint),
+        data_plane=None if planes is None else _data_plane(config, planes, executor, fingerprint),
     )
 
 
@@ -81,30 +82,21 @@ def _check_device(config: ComputeNodeConfig, role: Role) -> None:
         raise BadConfig(f"device: {config.device} computes on fused nodes only, a {role.name.lower()} node needs cpu")
 
 
-def _open_data_plane(config: ComputeNodeConfig) -> TransferEngine:
-    return create_engine(
-        config.data_plane,
-        host=config.advertised_host(),
-        protocol=config.transfer_protocol,
-        device=config.rdma_device,
-    )
-
-
-def _data_plane(
-    config: ComputeNodeConfig, engine: TransferEngine, executor: ModelExecutor, fingerprint: str
-) -> DataPlane:
+def _data_plane(config: ComputeNodeConfig, planes: PlaneSet, executor: ModelExecutor, fingerprint: str) -> DataPlane:
     arena = executor.arena
-    engine.register(arena.base_address, arena.num_bytes)
+    planes.register(arena.base_address, arena.num_bytes, shared_descriptor=arena.shared_descriptor)
+    fallback = known_to_older_releases(planes)
     manifest = build_manifest(
         executor.plan,
         stages=executor.stages,
         model_fingerprint=fingerprint,
         weight_version=config.weight_version,
         arena_base=arena.base_address,
-        data_plane=engine.name,
-        endpoint=engine.endpoint,
+        data_plane=fallback.name,
+        endpoint=fallback.endpoint,
+        planes=planes.offers,
     )
-    return DataPlane(engine=engine, manifest=manifest)
+    return DataPlane(planes=planes, manifest=manifest)
 
 
 def _facts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_runtime.transfer.engine import TransferEngine
+from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.config import ComputeNodeConfig, format_size
 from node_runtime.engine.loop import Executor
@@ -41,10 +42,18 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlane:
-    """The engine that moves cache bytes, and the manifest that tells peers where the arena lies."""
+    """The engines that move cache bytes, and the manifest that tells peers where the arena lies."""
 
-    engine: TransferEngine
+    planes: PlaneSet
     manifest: PlacementManifest
+
+    @property
+    def engine(self) -> TransferEngine:
+        """The one that a peer of an older release writes through: the only one that it reads in the manifest."""
+        found = self.planes.find(self.manifest.ranks[0].data_plane)
+        if found is None:
+            raise InternalError("the manifest names a data plane that this node does not have")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,8 @@ class ComputeCore:
             f"{self.scheduler.max_request_tokens} tokens per request",
         ]
         if self.data_plane is not None:
-            lines.append(f"data plane {self.data_plane.engine.name} at {self.data_plane.engine.endpoint}")
+            offered = (f"{engine.name} at {engine.endpoint}" for engine in self.data_plane.planes.engines)
+            lines.append(f"data planes: {', '.join(offered)}")
         return tuple(lines)
 
 

@@ -29,5 +29,5 @@ def describe_node(
         weight_bytes=facts.weight_bytes,
         device=facts.device,
         batch_invariant=facts.is_batch_invariant,
-        data_plane="" if core.data_plane is None else core.data_plane.engine.name,
+        data_plane="" if core.data_plane is None else ", ".join(each.name for each in core.data_plane.planes.engines),
     )

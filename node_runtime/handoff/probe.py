@@ -12,7 +12,17 @@ import ctypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import numpy as np
+
+from cache_runtime.shared_memory import SharedMemory
+from cache_runtime.transfer.engine import KEY_BYTES, Spans
+
 NONCE_BYTES = 32
+
+
+def nonce_key(nonce: bytes) -> bytes:
+    """Under which the nonce is written, where the receiver checks keys."""
+    return nonce[:KEY_BYTES]
 
 
 class ProbeSlot:
@@ -22,6 +32,11 @@ class ProbeSlot:
 
     def __init__(self, address: int) -> None:
         self.address = address
+
+    @property
+    def spans(self) -> Spans:
+        """Where it lies, as a data plane is told."""
+        return np.array([[self.address, self.address + NONCE_BYTES]], dtype=np.int64)
 
     def fill(self, content: bytes) -> None:
         """Raises ValueError when `content` is not exactly one slot long."""
@@ -37,18 +52,24 @@ class ProbeBuffer:
     """A pool of probe slots. Its methods belong to one event loop; the data plane writes from anywhere."""
 
     def __init__(self, num_slots: int = 64) -> None:
-        self._memory = ctypes.create_string_buffer(num_slots * NONCE_BYTES)
+        # Shared, or shared memory could not be proved: its receiver reads the nonce from here.
+        self._memory = SharedMemory(num_slots * NONCE_BYTES, "pdmesh-probes")
         self._free: asyncio.Queue[ProbeSlot] = asyncio.Queue()
         for index in range(num_slots):
             self._free.put_nowait(ProbeSlot(self.base_address + index * NONCE_BYTES))
 
     @property
     def base_address(self) -> int:
-        return ctypes.addressof(self._memory)
+        return self._memory.base_address
 
     @property
     def num_bytes(self) -> int:
-        return len(self._memory)
+        return self._memory.num_bytes
+
+    @property
+    def shared_descriptor(self) -> int:
+        """Of the file that holds the buffer."""
+        return self._memory.descriptor
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[ProbeSlot]:

@@ -19,6 +19,7 @@ from cache_runtime.transfer.schema import (
     LogicalManifest,
     ManifestError,
     PlacementManifest,
+    PlaneOffer,
     RankPlacement,
     StageSchema,
 )
@@ -142,6 +143,12 @@ def _rank_to_proto(rank: RankPlacement) -> cache_pb2.RankPlacement:
             cache_pb2.GroupBlockCount(group_id=count.group_id, num_blocks=count.num_blocks)
             for count in rank.block_counts
         ],
+        planes=[
+            cache_pb2.PlaneOffer(
+                name=offer.name, endpoint=offer.endpoint, protocol=offer.protocol, host_id=offer.host_id
+            )
+            for offer in rank.planes
+        ],
     )
 
 
@@ -164,5 +171,9 @@ def _rank_from_proto(message: cache_pb2.RankPlacement) -> RankPlacement:
         ),
         block_counts=tuple(
             GroupBlockCount(group_id=count.group_id, num_blocks=count.num_blocks) for count in message.block_counts
+        ),
+        planes=tuple(
+            PlaneOffer(name=offer.name, endpoint=offer.endpoint, protocol=offer.protocol, host_id=offer.host_id)
+            for offer in message.planes
         ),
     )

@@ -17,7 +17,9 @@ from cache_runtime.contract import CacheRuntimeContract
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.recipes.rows import key_value_fields
+from cache_runtime.shared_memory import SharedMemory
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
+from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import build_manifest
 from model_runtime.sampler import SampledToken, SamplingParams
 
@@ -75,7 +77,9 @@ class FakeArena:
 
     def __init__(self, plan: CacheMemoryPlan) -> None:
         self.plan = plan
-        self.memory = np.zeros(plan.num_arena_bytes, dtype=np.uint8)
+        self._shared = SharedMemory(plan.num_arena_bytes, "pdmesh-fake")
+        self.memory = np.frombuffer(self._shared.mapping, dtype=np.uint8)
+        self.shared_descriptor = self._shared.descriptor
         self._fields = {item.field_id: item for item in plan.fields}
         self.block_granularity = plan.groups[0].block_granularity
 
@@ -167,6 +171,7 @@ def fake_core(
     role,
     *,
     fabric: MemoryFabric | None = None,
+    planes: PlaneSet | None = None,
     num_lcm_blocks: int = 64,
     prefix_granularity: int = 4,
     token_budget: int = 16,
@@ -175,7 +180,7 @@ def fake_core(
     fingerprint: str = "fake-model",
     max_ready_ungranted: int = 64,
 ):
-    """A ComputeCore around a FakeExecutor, the real scheduler and the in-memory data plane."""
+    """A ComputeCore around a FakeExecutor, the real scheduler and the in-memory data plane, or `planes` of the test."""
     from cache_runtime.scheduler_bridge import pool_to_cache_groups
     from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
     from scheduler_core import Scheduler, SchedulerConfig
@@ -196,18 +201,20 @@ def fake_core(
     )
     data_plane = None
     if fabric is not None:
-        engine = MemoryEngine(fabric)
-        engine.register(executor.arena.base_address, plan.num_arena_bytes)
+        planes = planes or PlaneSet((MemoryEngine(fabric),))
+        arena = executor.arena
+        planes.register(arena.base_address, plan.num_arena_bytes, shared_descriptor=arena.shared_descriptor)
         manifest = build_manifest(
             plan,
             stages=executor.stages,
             model_fingerprint=fingerprint,
             weight_version="",
             arena_base=executor.arena.base_address,
-            data_plane=engine.name,
-            endpoint=engine.endpoint,
+            data_plane=planes.engines[0].name,
+            endpoint=planes.engines[0].endpoint,
+            planes=planes.offers,
         )
-        data_plane = DataPlane(engine=engine, manifest=manifest)
+        data_plane = DataPlane(planes=planes, manifest=manifest)
     facts = ModelFacts(
         name="fake",
         path="nowhere",

@@ -127,7 +127,7 @@ class FakeMesh:
         self._nodes.remove(node)
         data_plane = node.core.data_plane
         if data_plane is not None:
-            data_plane.engine.close()
+            data_plane.planes.close()
         server = node.node._server._server
         await server.stop(grace=None)
         node.node._config = node.node._config.model_copy(update={"drain_grace_s": 0.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
+from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import build_manifest
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.executor import ModelExecutor
@@ -59,7 +60,7 @@ def _data_plane(executor: ModelExecutor, fabric: MemoryFabric) -> DataPlane:
         data_plane=engine.name,
         endpoint=engine.endpoint,
     )
-    return DataPlane(engine=engine, manifest=manifest)
+    return DataPlane(planes=PlaneSet((engine,)), manifest=manifest)
 
 
 def _facts(checkpoint: Checkpoint, executor: ModelExecutor) -> ModelFacts:

@@ -40,7 +40,7 @@ def test_the_router_lists_the_model_and_its_limits(mesh: Mesh) -> None:
 def test_a_compute_node_says_what_it_runs_and_where(mesh: Mesh, role: str) -> None:
     node = node_of(mesh, role)
     log = node.log_text()
-    for word in (node.address, "SmolLM2", "MiB", "tokens", "mooncake"):
+    for word in (node.address, "SmolLM2", "MiB", "tokens", "shm", "stream", "mooncake"):
         assert word in log, log
 
 
@@ -52,7 +52,7 @@ def test_a_node_answers_for_itself_while_it_works(mesh: Mesh) -> None:
     status = mesh.nodes["decode"].status()
     assert status.num_running_requests == 1
     assert status.arena.active_lcm_blocks >= 1
-    assert status.peers[0].state == "ready"
+    assert (status.peers[0].state, status.peers[0].data_plane) == ("ready", "shm")
     stream.cancel()
     mesh.assert_all_blocks_return()
 

@@ -36,14 +36,18 @@ def test_rdma_without_a_device_is_refused_instead_of_falling_back(model_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("module", "role", "extra"), [("torch", "fused", "pdmesh[compute]"), ("mooncake", "prefill", "pdmesh[cpu]")]
+    ("module", "role", "options", "extra"),
+    [
+        ("torch", "fused", (), "pdmesh[compute]"),
+        ("mooncake", "prefill", ("--data-plane", "mooncake"), "pdmesh[cpu]"),
+    ],
 )
 def test_a_missing_optional_part_says_how_to_install_it(
-    model_path: Path, tmp_path: Path, module: str, role: str, extra: str
+    model_path: Path, tmp_path: Path, module: str, role: str, options: tuple[str, ...], extra: str
 ) -> None:
     (tmp_path / module).mkdir()
     (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('no {module}', name='{module}')")
-    output = start_fails(role, "--model", str(model_path), "--port", "0", *COMPUTE, python_path=tmp_path)
+    output = start_fails(role, "--model", str(model_path), "--port", "0", *COMPUTE, *options, python_path=tmp_path)
     assert module in output
     assert f"pip install '{extra}'" in output
 

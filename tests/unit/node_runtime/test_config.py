@@ -46,8 +46,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     config = load_config(ComputeNodeConfig, {"model": "smollm2"})
     assert (config.memory, config.max_message_bytes) == (2**30, 4 * 2**20)
     assert (config.prefix_granularity, config.max_batch_size, config.token_budget) == (64, 64, 512)
-    assert (config.dtype, config.weights, config.data_plane) == ("float32", "auto", "mooncake")
-    assert config.transfer_protocol == "tcp"
+    assert (config.dtype, config.weights, config.data_plane) == ("float32", "auto", "auto")
+    assert config.transfer_protocol == "auto"
     assert (config.host, config.default_deadline_s, config.drain_grace_s) == ("127.0.0.1", 600, 30)
 
 
@@ -89,7 +89,12 @@ def test_sizes_may_be_given_with_units_in_a_configuration() -> None:
         ({"num_threads": 0}, "num_threads: "),
         ({"data_plane": "pigeon"}, "data_plane: .*'mooncake'.*got 'pigeon'"),
         ({"transfer_protocol": "udp"}, "transfer_protocol: "),
-        ({"rdma_device": "mlx5_0"}, "rdma_device='mlx5_0' needs transfer_protocol=rdma, got tcp"),
+        ({"rdma_device": "mlx5_0"}, "rdma_device='mlx5_0' needs transfer_protocol=rdma, got auto"),
+        ({"data_plane_tls_cert": "a.pem"}, "data_plane_tls_ca go together"),
+        (
+            {"data_plane": "shm", **{f"data_plane_tls_{name}": "x" for name in ("cert", "key", "ca")}},
+            "data_plane_tls_cert needs data_plane=stream or auto, got shm",
+        ),
         ({"token_budget": 32}, "token_budget=32 must be at least max_batch_size=64"),
         ({"memroy": "1GiB"}, "memroy: unknown key of ComputeNodeConfig"),
         ({"model": ""}, "model: "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from cache_runtime.transfer.schema import (
     GroupSchema,
     LogicalManifest,
     PlacementManifest,
+    PlaneOffer,
     RankPlacement,
     StageSchema,
 )
@@ -324,6 +327,10 @@ def two_group_manifest() -> PlacementManifest:
             FieldPlacement(field_id="layers.1.k", offset_bytes=65536, block_stride_bytes=512, block_bytes=512),
         ),
         block_counts=(GroupBlockCount(group_id="full", num_blocks=8), GroupBlockCount(group_id="window", num_blocks=9)),
+        planes=(
+            PlaneOffer(name="shm", endpoint="pdmesh-1", protocol="unix", host_id="this-boot"),
+            PlaneOffer(name="stream", endpoint="10.0.0.7:4000", protocol="tls"),
+        ),
     )
     return PlacementManifest(logical=logical, ranks=(rank,))
 
@@ -332,6 +339,30 @@ def test_a_manifest_survives_the_wire() -> None:
     manifest = two_group_manifest()
     data = manifest_to_proto(manifest).SerializeToString()
     assert manifest_from_proto(cache_pb2.PlacementManifest.FromString(data)) == manifest
+
+
+def test_a_manifest_of_an_older_release_offers_the_one_data_plane_that_it_names() -> None:
+    message = manifest_to_proto(two_group_manifest())
+    message.ranks[0].ClearField("planes")
+    rank = manifest_from_proto(message).ranks[0]
+    assert rank.offers == (PlaneOffer(name="memory", endpoint="10.0.0.7:15342"),)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (lambda planes: planes.add(name="shm", endpoint="x"), '"shm" appears twice'),
+        (lambda planes: planes.add(name="", endpoint="x"), "planes: name has 0 characters"),
+        (lambda planes: planes.add(name="other", endpoint=""), 'plane "other": endpoint has 0 characters'),
+        (lambda planes: planes.add(name="other", endpoint="x", host_id="h" * 257), "host_id has 257 characters"),
+        (lambda planes: [planes.add(name=f"n{i}", endpoint="x") for i in range(15)], "17 entries, limit 16"),
+    ],
+)
+def test_offers_that_break_a_rule_are_refused(break_it: Callable[[object], object], reason: str) -> None:
+    message = manifest_to_proto(two_group_manifest())
+    break_it(message.ranks[0].planes)
+    with pytest.raises(InvalidRequest, match=reason):
+        manifest_from_proto(message)
 
 
 @pytest.mark.parametrize("family", CacheFamily)

@@ -1,0 +1,75 @@
+"""Which data planes a node opens, by its configuration and by what its machine has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.certificates import make_tls_files
+
+from cache_runtime.transfer.engine import DataPlaneUnavailable, MissingDataPlane
+from cache_runtime.transfer.plane_set import PlaneSet
+from cache_runtime.transfer.shm_engine import host_id
+from node_runtime.config import ComputeNodeConfig
+from node_runtime.engine.data_planes import known_to_older_releases, open_planes
+
+
+@pytest.fixture
+def opened() -> Iterator[list[PlaneSet]]:
+    sets: list[PlaneSet] = []
+    yield sets
+    for planes in sets:
+        planes.close()
+
+
+def names(planes: PlaneSet) -> list[str]:
+    return [engine.name for engine in planes.engines]
+
+
+def config(**values: object) -> ComputeNodeConfig:
+    return ComputeNodeConfig(model="m", **values)
+
+
+def test_by_default_a_node_offers_what_its_machine_allows(opened: list[PlaneSet]) -> None:
+    opened.append(open_planes(config()))
+    assert names(opened[0]) == ["shm", "stream", "mooncake"]
+    assert known_to_older_releases(opened[0]).name == "mooncake"
+    assert opened[0].offers[0].host_id == host_id() != ""
+
+
+def test_without_the_mooncake_package_a_node_starts_with_the_others(
+    opened: list[PlaneSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    opened.append(open_planes(config()))
+    assert names(opened[0]) == ["shm", "stream"]
+    assert known_to_older_releases(opened[0]).name == "shm"
+    with pytest.raises(MissingDataPlane, match="pip install"):
+        open_planes(config(data_plane="mooncake"))
+
+
+def test_rdma_that_is_asked_for_is_not_passed_over() -> None:
+    with pytest.raises(DataPlaneUnavailable, match="lists none"):
+        open_planes(config(transfer_protocol="rdma"))
+
+
+@pytest.mark.parametrize("name", ["shm", "stream", "mooncake", "memory"])
+def test_a_plane_that_is_asked_for_is_the_only_one(opened: list[PlaneSet], name: str) -> None:
+    opened.append(open_planes(config(data_plane=name)))
+    assert names(opened[0]) == [name]
+
+
+def test_a_node_with_certificates_opens_no_unencrypted_port(opened: list[PlaneSet], tmp_path: Path) -> None:
+    files = make_tls_files(tmp_path)
+    tls = {
+        "data_plane_tls_cert": str(files.certificate),
+        "data_plane_tls_key": str(files.key),
+        "data_plane_tls_ca": str(files.authority),
+    }
+    opened.append(open_planes(config(**tls)))
+    assert [(offer.name, offer.protocol) for offer in opened[0].offers] == [("shm", "unix"), ("stream", "tls")]
+    files.key.unlink()
+    with pytest.raises(DataPlaneUnavailable, match=r"node\.key"):
+        open_planes(config(data_plane="stream", **tls))
