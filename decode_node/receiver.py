@@ -15,6 +15,7 @@ from typing import assert_never
 
 from pdmesh.v1 import handoff_pb2, prefill_pb2_grpc
 
+from decode_node.fence import GrantFence
 from decode_node.peers import PrefillPeer
 from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
@@ -29,6 +30,7 @@ from node_runtime.handoff.events import (
     DecodeAction,
     DecodeEvent,
     EndWithFailure,
+    Fenced,
     GaveUp,
     MarkDone,
     MarkQuiesced,
@@ -40,6 +42,7 @@ from node_runtime.handoff.events import (
     Verify,
 )
 from node_runtime.handoff.messages import Done, RequestMessage, Start
+from node_runtime.handoff.states import DecodeState
 from node_runtime.rpc import DuplexCall, code_number, error_from_code
 from node_runtime.wire.handoff import request_to_proto, response_from_proto
 from scheduler_core import AbortEvent, Event, QuiescedEvent, ReadyEvent
@@ -83,6 +86,7 @@ class IncomingHandoff:
         peer: PrefillPeer,
         engine: EngineLoop,
         clock: Clock,
+        fence: GrantFence,
         drain_bound_s: float,
         notice_bound_s: float,
         vocab_size: int,
@@ -94,6 +98,7 @@ class IncomingHandoff:
         self._peer = peer
         self._engine = engine
         self._clock = clock
+        self._fence = fence
         self._on_suspect = on_suspect
         self._verifier = verifier
         self._verifying: asyncio.Task[None] | None = None
@@ -197,6 +202,9 @@ class IncomingHandoff:
     def _feed(self, event: DecodeEvent) -> None:
         for action in self._session.handle(event, self._clock.now_s()):
             self._carry_out(action)
+        if self._fence.holds and self._session.state is DecodeState.QUARANTINED:
+            # The fence was closed with the end of the handoff; there is nothing to wait for.
+            self._feed(Fenced())
         self._set_timer()
         if self._session.is_terminal:
             self._over.set()
@@ -214,6 +222,7 @@ class IncomingHandoff:
             self._timer = None
 
     def _carry_out(self, action: DecodeAction) -> None:
+        self._fence.follow(action)
         match action:
             case Send():
                 self._outgoing.put_nowait(action.message)

@@ -12,6 +12,8 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from cache_runtime.transfer.schema import PlacementManifest
+from decode_node.fence import GrantFence
 from decode_node.generation import Generation
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.receiver import HandoffFailedError, IncomingHandoff, Received, may_retry
@@ -40,19 +42,24 @@ class RemotePrefill:
         engine: EngineLoop,
         clock: Clock,
         telemetry: Telemetry,
-        drain_bound_s: float,
+        manifest: PlacementManifest,
         notice_bound_s: float,
         lease_s: float,
         vocab_size: int,
         verifier: TransferVerifier,
     ) -> None:
-        """`drain_bound_s`, `notice_bound_s`: see DecodeHandoff. `lease_s`: what is granted to prefill nodes."""
+        """
+        Args:
+            manifest: Where this node's blocks lie.
+            notice_bound_s: See DecodeHandoff.
+            lease_s: What is granted to prefill nodes.
+        """
         self._incarnation = incarnation
         self._peers = peers
         self._engine = engine
         self._clock = clock
         self._telemetry = telemetry
-        self._drain_bound_s = drain_bound_s
+        self._manifest = manifest
         self._notice_bound_s = notice_bound_s
         self._lease_ms = round(lease_s * 1000)
         self._vocab_size = vocab_size
@@ -108,13 +115,15 @@ class RemotePrefill:
             lease_ms=self._lease_ms,
             wants_checksums=self._verifier.wants_next(),
         )
+        fence = GrantFence(peer.plane, self._manifest, start.handoff_id)
         handoff = IncomingHandoff(
             engine_id=generation.engine_id,
             start=start,
             peer=peer,
             engine=self._engine,
             clock=self._clock,
-            drain_bound_s=self._drain_bound_s,
+            fence=fence,
+            drain_bound_s=peer.plane.drain_bound_s,
             notice_bound_s=self._notice_bound_s,
             vocab_size=self._vocab_size,
             verifier=self._verifier,

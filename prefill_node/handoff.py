@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 
 from cache_runtime.transfer.checksums import BlockHasher
-from cache_runtime.transfer.engine import TransferError, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.engine import TransferError, TransferRefused, TransferRevoked, TransferTimeout
 from cache_runtime.transfer.schema import LogicalManifest
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
@@ -272,6 +272,7 @@ class PromptHandoff:
         self._transfer = OutgoingTransfer(
             self._peer.link,
             self._hop,
+            key=grant.handoff_id,
             now_s=self._tools.clock.now_s,
             write_timeout_s=WRITE_TIMEOUT_S,
             post_until_s=post_until_s,
@@ -333,8 +334,9 @@ class PromptHandoff:
 
     def _on_fault(self, error: Exception) -> None:
         if isinstance(error, TransferError):
-            # Running out of time says nothing about the peer, and a new link would break its other handoffs off.
-            if not isinstance(error, TransferTimeout | TransferRevoked):
+            # Running out of time says nothing about the peer, and a refusal only that it took its grant back. A new
+            # link would break its other handoffs off.
+            if not isinstance(error, TransferTimeout | TransferRevoked | TransferRefused):
                 self._tools.peers.suspect(self._peer, str(error))
             self.give_up(TransferBroken(f"the data plane to decode node {self._peer.node_id} failed: {error}"))
         else:

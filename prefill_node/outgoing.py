@@ -71,17 +71,20 @@ class OutgoingTransfer:
         link: PeerLink,
         notify: Callable[[TransferNews], None],
         *,
+        key: bytes,
         now_s: Callable[[], float],
         write_timeout_s: float,
         post_until_s: float = math.inf,
     ) -> None:
         """
         Args:
+            key: Names the grant to a receiver that checks what it places.
             now_s: The node's monotonic clock, read on every thread.
             write_timeout_s: How long one write may wait for the data plane to take its runs.
             post_until_s: When the lease ends as far as posting is concerned.
         """
         self._link = link
+        self._key = key
         self._notify = notify
         self._now_s = now_s
         self._write_timeout_s = write_timeout_s
@@ -115,7 +118,9 @@ class OutgoingTransfer:
                 return
             try:
                 self._check_lease()
-                future = self._link.write(runs, timeout_s=self._write_timeout_s, is_wanted=self._is_wanted)
+                future = self._link.write(
+                    runs, key=self._key, timeout_s=self._write_timeout_s, is_wanted=self._is_wanted
+                )
                 self._num_outstanding += 1
             except Exception as error:
                 refusal = self._fault = error

@@ -26,7 +26,7 @@ class HeldLink:
         self.wanted: list[Callable[[], bool]] = []
         self.refusal: Exception | None = None
 
-    def write(self, runs, *, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
+    def write(self, runs, *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
         if self.refusal is not None:
             raise self.refusal
         self.wanted.append(is_wanted)
@@ -58,7 +58,9 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def transfer(link: HeldLink, news: list[TransferNews], clock: ManualClock) -> OutgoingTransfer:
-    return OutgoingTransfer(link, news.append, now_s=clock.now_s, write_timeout_s=1.0, post_until_s=LEASE_END_S)
+    return OutgoingTransfer(
+        link, news.append, key=b"k" * 16, now_s=clock.now_s, write_timeout_s=1.0, post_until_s=LEASE_END_S
+    )
 
 
 def test_it_has_landed_when_all_was_posted_and_the_last_write_landed(transfer, link, news) -> None:

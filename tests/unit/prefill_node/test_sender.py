@@ -35,7 +35,9 @@ class CopyingLink:
         self._target = target
         self.num_writes: Counter[int] = Counter()
 
-    def write(self, runs: list[Run], *, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
+    def write(
+        self, runs: list[Run], *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]
+    ) -> Future[TransferReport]:
         for run in runs:
             source = run.source_address - self._source.base_address
             target = run.target_address - self._target.base_address
@@ -114,7 +116,9 @@ class Pair:
             block_tables=lambda request_id: [self.tables[request_id]],
         )
         self.link = CopyingLink(self.source.arena, self.target.arena)
-        self.transfer = OutgoingTransfer(self.link, self.news.append, now_s=time.monotonic, write_timeout_s=1.0)
+        self.transfer = OutgoingTransfer(
+            self.link, self.news.append, key=b"k" * 16, now_s=time.monotonic, write_timeout_s=1.0
+        )
 
     def grant(self, request_id: str, from_token: int, target_blocks: list[int]) -> None:
         first_slot = from_token // self.block_granularity

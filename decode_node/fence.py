@@ -1,0 +1,56 @@
+"""What of our memory the peer of one handoff may fill at this moment, where the data plane lets the receiver say so.
+
+It opens before the grant is sent and closes before the scheduler hears anything that could give the blocks to somebody
+else. On a one-sided plane it holds nobody up, and quarantine does the same more slowly.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from cache_runtime.transfer.block_spans import block_spans
+from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, TransferEngine
+from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.handoff.events import AbortScheduling, DecodeAction, MarkDone, MarkQuiesced, Send, Verify
+from node_runtime.handoff.messages import Grant
+
+_log = logging.getLogger(__name__)
+
+
+class GrantFence:
+    """The permit of one handoff."""
+
+    def __init__(self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes) -> None:
+        """`manifest`: where this node's blocks lie."""
+        self._plane = plane
+        self._manifest = manifest
+        self._handoff_id = handoff_id
+        self._permit: Permit | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing can land once the fence is closed, whatever the writer does."""
+        return self._plane.kind is PlaneKind.TWO_SIDED
+
+    def follow(self, action: DecodeAction) -> None:
+        """Before the action of the session is carried out."""
+        if isinstance(action, Send) and isinstance(action.message, Grant):
+            self._open(action.message)
+        elif isinstance(action, Verify | MarkDone | AbortScheduling | MarkQuiesced):
+            self._close()
+
+    def _open(self, grant: Grant) -> None:
+        blocks = {group.group_id: group.block_ids for group in grant.groups}
+        spans = block_spans(self._manifest.logical, self._manifest.ranks[0], blocks)
+        if self._permit is not None or not len(spans):
+            return
+        try:
+            self._permit = self._plane.allow(self._handoff_id, spans)
+        except EngineClosed as error:
+            # The node stops; what the peer writes is refused.
+            _log.info("the grant of a handoff cannot be filled any more: %s", error)
+
+    def _close(self) -> None:
+        if self._permit is not None:
+            self._permit.revoke()
+            self._permit = None
