@@ -12,6 +12,9 @@ from collections.abc import Iterable
 class NodeError(Exception):
     """Base of every operating error. Never raised itself: the status table has no row for it."""
 
+    retry_after_s: float | None = None
+    """After how many seconds the same call may succeed; None where the node cannot say or waiting does not help."""
+
     @property
     def message(self) -> str:
         """Text for the client and the log."""
@@ -58,6 +61,8 @@ class NodeBusy(NodeError):
 class QueueFull(NodeError):
     """The bounded waiting queue has no place left."""
 
+    retry_after_s = 1.0
+
 
 class RequestTooLarge(NodeError):
     """The request can never fit this node's arena, however long it waits."""
@@ -74,6 +79,8 @@ class PeerUnavailable(NodeError):
 
 class NodeDraining(NodeError):
     """This node finishes what it has and accepts nothing new."""
+
+    retry_after_s = 1.0
 
 
 class TransferBroken(NodeError):
@@ -98,6 +105,10 @@ class RemoteError(NodeError):
         super().__init__(message)
         self.code_name = code_name
         self.address = address
+
+
+class PrefillFailed(RemoteError):
+    """The prefill node at `address` is to blame for the failure of a request; the decode node that says so is well."""
 
 
 class BadConfig(NodeError):

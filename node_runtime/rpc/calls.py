@@ -26,6 +26,7 @@ from node_runtime.errors import (
 from node_runtime.log_context import call_scope
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import detail_of, status_of
+from node_runtime.rpc.status_details import make_details
 from node_runtime.rpc.telemetry import Telemetry
 
 RequestT = TypeVar("RequestT")
@@ -150,7 +151,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], method: str, error: NodeError) -> NoReturn:
     code = status_of(error)
     _log.info("%s ended in %s: %s", method, code.name, error)
-    await transport.abort(code, detail_of(error))
+    message = detail_of(error)
+    await transport.abort(code, message, make_details(error, code.value[0], message))
 
 
 class _GuardedHandler(Generic[RequestT, ResponseT]):

@@ -11,7 +11,8 @@ from types import MappingProxyType
 import grpc
 
 from node_runtime import errors
-from node_runtime.errors import NodeError, RemoteError
+from node_runtime.errors import NodeError, PrefillFailed, RemoteError
+from node_runtime.rpc.status_details import read_details
 
 STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
@@ -31,6 +32,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.RequestCancelled: grpc.StatusCode.CANCELLED,
         # Only for a code name that gRPC does not know; `status_of` passes the known ones on.
         errors.RemoteError: grpc.StatusCode.UNKNOWN,
+        errors.PrefillFailed: grpc.StatusCode.UNKNOWN,
         errors.BadConfig: grpc.StatusCode.INTERNAL,
         errors.PortInUse: grpc.StatusCode.INTERNAL,
         errors.InternalError: grpc.StatusCode.INTERNAL,
@@ -92,7 +94,14 @@ def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
     message = error.details() or "no details given"
     if message.startswith(_DIALLING_FAILED):
         message = CANNOT_CONNECT + message.rstrip("].").rsplit(": ", 1)[-1]
-    return _error_for(error.code(), message, address)
+    details = read_details(error.trailing_metadata() or ())
+    made: NodeError
+    if details.prefill_address is not None:
+        made = PrefillFailed(error.code().name, message, address=details.prefill_address)
+    else:
+        made = _error_for(error.code(), message, address)
+    made.retry_after_s = details.retry_after_s
+    return made
 
 
 def _error_for(code: grpc.StatusCode, message: str, address: str) -> NodeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from node_runtime import errors
 from node_runtime.errors import NodeError
@@ -16,6 +17,7 @@ from node_runtime.rpc.errors import (
     error_from_rpc,
     status_of,
 )
+from node_runtime.rpc.status_details import MAX_RETRY_AFTER_S, StatusDetails, make_details, read_details
 
 
 def subclasses_of(error_class: type[NodeError]) -> set[type[NodeError]]:
@@ -113,3 +115,75 @@ def test_a_message_no_client_would_accept_is_cut_and_says_so() -> None:
     detail = detail_of(errors.InvalidRequest("é" * 10_000))
     assert detail.endswith("bytes more in the log of the node)")
     assert len(detail) < MAX_DETAIL_BYTES
+
+
+def _received(error: NodeError) -> NodeError:
+    """What the caller makes of the status that `error` became."""
+    code, message = status_of(error), detail_of(error)
+    metadata = grpc.aio.Metadata(*make_details(error, code.value[0], message))
+    return error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details=message), "10.0.0.7:5000")
+
+
+def test_who_is_to_blame_survives_the_way_to_the_caller() -> None:
+    blamed = errors.PrefillFailed("UNAVAILABLE", "the prefill node died", address="10.0.0.9:5000")
+    received = _received(blamed)
+    assert isinstance(received, errors.PrefillFailed)
+    assert (received.address, received.message) == ("10.0.0.9:5000", "the prefill node died")
+    assert status_of(received) is grpc.StatusCode.UNAVAILABLE
+    assert type(_received(errors.PeerUnavailable("h:1", "x"))) is errors.PeerUnavailable
+
+
+@pytest.mark.parametrize(
+    ("error", "retry_after_s"),
+    [
+        (errors.QueueFull("full"), 1.0),
+        (errors.NodeDraining("draining"), 1.0),
+        (errors.RequestTooLarge("for ever"), None),
+        (errors.InvalidRequest("wrong"), None),
+    ],
+)
+def test_when_to_try_again_survives_the_way_to_the_caller(error: NodeError, retry_after_s: float | None) -> None:
+    assert _received(error).retry_after_s == retry_after_s
+
+
+def test_both_details_go_together_and_are_those_of_the_public_error_model() -> None:
+    error = errors.PrefillFailed("RESOURCE_EXHAUSTED", "full", address="10.0.0.9:5000")
+    error.retry_after_s = 0.25
+    ((key, value),) = make_details(error, 8, "full")
+    status = status_pb2.Status.FromString(value)
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert (key, status.code, status.message) == ("grpc-status-details-bin", 8, "full")
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(retry)
+    assert (info.domain, info.reason, dict(info.metadata)) == (
+        "pdmesh",
+        "PREFILL_FAILED",
+        {"address": "10.0.0.9:5000"},
+    )
+    assert retry.retry_delay.ToMilliseconds() == 250
+    assert read_details(((key, value),)) == StatusDetails(prefill_address="10.0.0.9:5000", retry_after_s=0.25)
+
+
+def _details(*messages: object) -> tuple[tuple[str, bytes], ...]:
+    status = status_pb2.Status(code=14)
+    for message in messages:
+        status.details.add().Pack(message)
+    return (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def test_the_details_of_a_peer_are_not_trusted() -> None:
+    nonsense = error_details_pb2.ErrorInfo(domain="pdmesh", reason="PREFILL_FAILED", metadata={"address": "no address"})
+    foreign = error_details_pb2.ErrorInfo(domain="example.com", reason="PREFILL_FAILED", metadata={"address": "h:1"})
+    patient = error_details_pb2.RetryInfo()
+    patient.retry_delay.seconds = 10**9
+    assert read_details((("grpc-status-details-bin", b"\xff\xff"),)) == StatusDetails()
+    assert read_details(_details(nonsense)) == StatusDetails()
+    assert read_details(_details(foreign)) == StatusDetails()
+    assert read_details(_details(patient)).retry_after_s == MAX_RETRY_AFTER_S
+
+
+def test_a_long_message_goes_without_a_hint_but_never_without_the_blame() -> None:
+    error = errors.QueueFull("x" * 3000)
+    assert make_details(error, 8, detail_of(error)) == ()
+    blamed = errors.PrefillFailed("FAILED_PRECONDITION", "x" * 3000, address="h:1")
+    assert read_details(make_details(blamed, 9, detail_of(blamed))).prefill_address == "h:1"
