@@ -62,6 +62,8 @@ class Generation:
         self.measured = measured
         self.on_grant: Callable[[GrantOffered], None] | None = None
         self.on_failure: Callable[[NodeError], None] | None = None
+        # Why this node's own engine gave the request up, if it did.
+        self.failure: NodeError | None = None
 
     def submit(self) -> None:
         """Hands the request to the engine: it prefills it at once (fused) or waits for the peer (decode)."""
@@ -116,6 +118,7 @@ class Generation:
                 self._is_over = True
                 self._updates.put_nowait(update)
             case RequestFailed():
+                self.failure = update.error
                 self._updates.put_nowait(update.error)
                 if self.on_failure is not None:
                     self.on_failure(update.error)

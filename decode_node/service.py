@@ -20,10 +20,19 @@ from decode_node.remote_prefill import RemotePrefill
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import GenerationEnded
-from node_runtime.errors import DuplicateRequest, NoPrefillNode, QueueFull, RequestTooLarge
+from node_runtime.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    NodeError,
+    NoPrefillNode,
+    PrefillFailed,
+    QueueFull,
+    RequestCancelled,
+    RequestTooLarge,
+)
 from node_runtime.handoff.messages import HandoffTimings
 from node_runtime.log_context import bound_request_id
-from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names
+from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names, status_of
 from node_runtime.wire.decode import DecodeJob, job_from_proto, tokens_to_proto
 from node_runtime.wire.outcome import (
     CachedTokens,
@@ -170,17 +179,20 @@ class DecodeService:
             generation = make_generation()
             generation.submit()
             return generation
-        generation, live.received, live.handoff = await self._remote.prefill(
-            live.job, live.job.prefill_address, make_generation, context.time_remaining_s()
-        )
+        try:
+            generation, live.received, live.handoff = await self._remote.prefill(
+                live.job, live.job.prefill_address, make_generation, context.time_remaining_s()
+            )
+        except NodeError as error:
+            raise _blamed(error, live, live.job.prefill_address) from error
         return generation
 
     # What the client and the trace are told.
 
     def _finish(self, live: _Live, ended: GenerationEnded) -> DecodeFinish:
         usage = Usage(
-            prompt_tokens=len(live.job.token_ids),
-            completion_tokens=live.measured.num_tokens,
+            prompt_tokens=live.job.num_prompt_tokens,
+            completion_tokens=live.job.num_output_tokens + live.measured.num_tokens,
             cached=_cached_tokens(live),
         )
         decode_ms = _ms(live.measured.first_token_at_s, live.measured.last_token_at_s)
@@ -192,17 +204,20 @@ class DecodeService:
         )
 
     def _attributes(self, job: DecodeJob) -> dict[str, str | int]:
-        return {
+        attributes: dict[str, str | int] = {
             span_names.PDMESH_REQUEST_ID: job.request_id,
             span_names.PDMESH_NODE_ID: self._node_id,
             span_names.GEN_AI_REQUEST_MODEL: self._model_name,
             span_names.GEN_AI_REQUEST_MAX_TOKENS: job.max_tokens,
-            span_names.GEN_AI_USAGE_INPUT_TOKENS: len(job.token_ids),
+            span_names.GEN_AI_USAGE_INPUT_TOKENS: job.num_prompt_tokens,
         }
+        if job.num_output_tokens:
+            attributes[span_names.PDMESH_RESUMED_TOKENS] = job.num_output_tokens
+        return attributes
 
     def _record(self, span: Span, live: _Live) -> None:
         measured = live.measured
-        span.set(span_names.GEN_AI_USAGE_OUTPUT_TOKENS, measured.num_tokens)
+        span.set(span_names.GEN_AI_USAGE_OUTPUT_TOKENS, live.job.num_output_tokens + measured.num_tokens)
         span.set(span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE, measured.device_hit_tokens)
         if measured.num_retractions:
             span.set(span_names.PDMESH_RETRACTIONS, measured.num_retractions)
@@ -220,16 +235,34 @@ class DecodeService:
             self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context)
 
 
+def _blamed(error: NodeError, live: _Live, prefill_address: str) -> NodeError:
+    """The failure of a handoff as the caller must hear it: whether this node failed or the prefill node did."""
+    own = None if live.generation is None else live.generation.failure
+    if own is not None:
+        return own
+    if isinstance(error, DeadlineExceeded | RequestCancelled):
+        return error
+    blamed = PrefillFailed(status_of(error).name, error.message, address=prefill_address)
+    blamed.retry_after_s = error.retry_after_s
+    return blamed
+
+
 def _cached_tokens(live: _Live) -> CachedTokens:
-    """Each prompt token counts once: those found on this node first, then those that only the prefill node had."""
+    """Each prompt token counts once: those found on this node first, then those that only the prefill node had.
+
+    Of a request that goes on behind earlier output a hit may reach into that, which is no prompt.
+    """
     measured = live.measured
-    own = measured.device_hit_tokens + measured.host_hit_tokens + measured.storage_hit_tokens
-    on_prefill_node = 0 if live.received is None else live.received.cached_tokens
+    num_prompt_tokens = live.job.num_prompt_tokens
+    device = min(measured.device_hit_tokens, num_prompt_tokens)
+    host = min(measured.host_hit_tokens, num_prompt_tokens - device)
+    storage = min(measured.storage_hit_tokens, num_prompt_tokens - device - host)
+    on_prefill_node = 0 if live.received is None else min(live.received.cached_tokens, num_prompt_tokens)
     return CachedTokens(
-        prefill_device=max(0, on_prefill_node - own),
-        decode_device=measured.device_hit_tokens,
-        host=measured.host_hit_tokens,
-        storage=measured.storage_hit_tokens,
+        prefill_device=max(0, on_prefill_node - device - host - storage),
+        decode_device=device,
+        host=host,
+        storage=storage,
     )
 
 

@@ -41,6 +41,9 @@ PDMESH_CACHED_TOKENS_HOST: Final = "pdmesh.cached_tokens.host"
 PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
 # Whoever asked for the work ended it early, as the router does when the text has reached a stop string.
 PDMESH_CANCELLED: Final = "pdmesh.cancelled"
+# Tokens of the completion that an earlier attempt on other nodes had generated.
+PDMESH_RESUMED_TOKENS: Final = "pdmesh.resumed_tokens"
+PDMESH_ATTEMPT: Final = "pdmesh.attempt"
 PDMESH_RETRACTIONS: Final = "pdmesh.retractions"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
 PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
@@ -50,6 +53,7 @@ PDMESH_TRANSFER_BUSY_MS: Final = "pdmesh.transfer.busy_ms"
 
 SPAN_TOKENIZE: Final = "pdmesh.tokenize"
 SPAN_PLACE: Final = "pdmesh.place"
+SPAN_FAILED_ATTEMPT: Final = "pdmesh.failed_attempt"
 SPAN_DECODE_REQUEST: Final = "pdmesh.decode.request"
 SPAN_DECODE_QUEUE: Final = "pdmesh.decode.queue"
 SPAN_DECODE_GENERATE: Final = "pdmesh.decode.generate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -160,14 +161,24 @@ def test_a_handoff_response_survives_the_wire(message: ResponseMessage) -> None:
         stop_token_ids=st.frozensets(st.integers(0, 999), max_size=80),
         extra_keys=st.lists(st.binary(max_size=64), max_size=8).map(tuple),
         prefill_address=st.none() | st.just("10.0.0.7:5000"),
-    )
+    ),
+    st.data(),
 )
-def test_a_decode_job_survives_the_wire(job: DecodeJob) -> None:
+def test_a_decode_job_survives_the_wire(job: DecodeJob, data_source: st.DataObject) -> None:
+    num_output_tokens = data_source.draw(st.integers(0, len(job.token_ids) - 1))
+    job = dataclasses.replace(job, num_output_tokens=num_output_tokens)
+    assert job.num_prompt_tokens + num_output_tokens == len(job.token_ids)
     data = job_to_proto(job).SerializeToString()
     received = job_from_proto(
         decode_pb2.DecodeRequest.FromString(data), vocab_size=1000, context_tokens=120, seed_if_absent=0
     )
     assert received == job
+
+
+def test_a_decode_job_whose_tokens_are_all_output_is_refused() -> None:
+    message = decode_pb2.DecodeRequest(request_id="r", token_ids=[1, 2], max_tokens=1, num_output_tokens=2)
+    with pytest.raises(InvalidRequest, match="num_output_tokens: 2 given, fewer than the 2 of token_ids"):
+        job_from_proto(message, vocab_size=10, context_tokens=10, seed_if_absent=0)
 
 
 @given(st.lists(sampled_tokens, max_size=4).map(tuple))
