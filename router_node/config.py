@@ -44,6 +44,15 @@ class RouterConfig(NodeConfig):
     max_live_requests: int = Field(
         default=1024, ge=1, description="Requests served at a time; more are refused with RESOURCE_EXHAUSTED."
     )
+    max_attempts: int = Field(
+        default=4, ge=1, le=100, description="How often a request is sent to nodes, the first time included."
+    )
+    retry_ratio: float = Field(
+        default=0.2, ge=0, le=1, description="Most retries per request, over all requests and in the long run."
+    )
+    retry_burst: int = Field(
+        default=256, ge=0, description="Retries at once beyond --retry-ratio, as the death of a node makes them."
+    )
 
     @field_validator("prefill", "decode", "fused")
     @classmethod

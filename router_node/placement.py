@@ -6,16 +6,21 @@ Knows what this router has in flight and nothing of other routers. Lives on the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from node_runtime.errors import NodeError, PeerUnavailable, RequestTooLarge
 from router_node.node_pool import ComputeRole, NodeFacts, NodePool, UsableNode
 
+_NO_PENALTIES: Mapping[str, int] = MappingProxyType({})
+
 
 class NoUsableNode(PeerUnavailable):
     """The pools hold no node, or no pair of nodes, that could serve a request now."""
+
+    retry_after_s = 1.0
 
     def __init__(self, reason: str) -> None:
         NodeError.__init__(self, reason)
@@ -55,8 +60,13 @@ class Placer:
     def num_in_flight(self, address: str) -> int:
         return self._num_in_flight[address]
 
-    def choose(self, *, prompt_tokens: int, max_tokens: int) -> PlacementChoice:
-        """Raises NoUsableNode, or RequestTooLarge when the request fits none of the usable nodes."""
+    def choose(
+        self, *, prompt_tokens: int, max_tokens: int, penalties: Mapping[str, int] = _NO_PENALTIES
+    ) -> PlacementChoice:
+        """Nodes with a penalty, by address, are chosen after all others, those with a higher one last.
+
+        Raises NoUsableNode, or RequestTooLarge when the request fits none of the usable nodes.
+        """
         if not self._pool.is_ready:
             raise NoUsableNode(self._pool.describe_lack())
         prefill = self._pool.usable(ComputeRole.PREFILL)
@@ -68,9 +78,9 @@ class Placer:
         decode_fitting = _fitting(decode, prompt_tokens + max_tokens)
         if not decode_fitting:
             raise _too_large(prompt_tokens, max_tokens, decode or prefill)
-        chosen = self._least_loaded(decode_fitting)
+        chosen = self._best(decode_fitting, penalties)
         is_fused = chosen.role is ComputeRole.FUSED
-        return PlacementChoice(decode=chosen, prefill=None if is_fused else self._least_loaded(prefill_fitting))
+        return PlacementChoice(decode=chosen, prefill=None if is_fused else self._best(prefill_fitting, penalties))
 
     @contextmanager
     def occupied(self, choice: PlacementChoice) -> Iterator[None]:
@@ -84,12 +94,13 @@ class Placer:
         finally:
             self._num_in_flight.subtract(choice.addresses)
 
-    def _least_loaded(self, nodes: Iterable[UsableNode]) -> NodeFacts:
-        return min(nodes, key=self._rank).facts
+    def _best(self, nodes: Iterable[UsableNode], penalties: Mapping[str, int]) -> NodeFacts:
+        def rank(node: UsableNode) -> tuple[int, bool, int, int]:
+            address = node.facts.address
+            penalty, num_in_flight = penalties.get(address, 0), self._num_in_flight[address]
+            return (penalty, not node.is_trusted, num_in_flight, self._last_turn.get(address, 0))
 
-    def _rank(self, node: UsableNode) -> tuple[bool, int, int]:
-        address = node.facts.address
-        return (not node.is_trusted, self._num_in_flight[address], self._last_turn.get(address, 0))
+        return min(nodes, key=rank).facts
 
 
 def _fitting(nodes: Iterable[UsableNode], num_tokens: int) -> tuple[UsableNode, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 
 from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
@@ -21,6 +22,8 @@ from router_node.node_pool import ComputeRole, NodePool
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
 from router_node.request_preparation import PromptLimits, RequestPreparer
+from router_node.retry import RetryBudget, RetryPolicy
+from router_node.routed_request import RoutingParts
 from router_node.service import InferenceService, RouterParts
 
 _log = logging.getLogger("pdmesh.router")
@@ -108,19 +111,28 @@ class Router:
         limits = PromptLimits(max_prompt_bytes=config.max_prompt_bytes, max_stop_bytes=config.max_stop_bytes)
         parts = RouterParts(
             model_name=config.model_name(),
-            tokenizer=self._tokenizer,
             preparer=RequestPreparer(self._tokenizer, model_name=config.model_name(), limits=limits),
-            pool=self._pool,
-            placer=Placer(self._pool),
-            discovery=self._discovery,
             live=live,
-            channels=self._channels,
-            telemetry=self._telemetry,
-            clock=SystemClock(),
+            routing=self._make_routing(),
         )
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+
+    def _make_routing(self) -> RoutingParts:
+        config = self._config
+        return RoutingParts(
+            tokenizer=self._tokenizer,
+            pool=self._pool,
+            placer=Placer(self._pool),
+            discovery=self._discovery,
+            channels=self._channels,
+            telemetry=self._telemetry,
+            clock=SystemClock(),
+            retry_policy=RetryPolicy(max_attempts=config.max_attempts),
+            retry_budget=RetryBudget(ratio=config.retry_ratio, burst=config.retry_burst),
+            draw=random.random,
+        )
 
     async def start(self) -> None:
         """Listens and asks every node once; returns whether or not they answered. Raises PortInUse."""

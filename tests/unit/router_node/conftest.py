@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from pdmesh.v1 import inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
+from support.byte_tokenizer import make_tokenizer
 from unit.router_node.fakes import (
     FakeNode,
     RunningRouter,
     StartNode,
     StartRouter,
     finish_event,
-    make_tokenizer,
     tokens_event,
 )
 

@@ -8,45 +8,17 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-import tokenizers
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
-from tokenizers import AddedToken, models, pre_tokenizers
+from support.byte_tokenizer import END_TOKEN
 
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.text.tokenizer_model import TokenizerModel
-from model_runtime.text.vocabulary import BYTE_LEVEL_ALPHABET, Spelling, Vocabulary
+from node_runtime.errors import NodeError, PrefillFailed
+from node_runtime.rpc.status_details import Metadata, make_details
 from router_node.server import Router
 
-EOS = 256
+EOS = END_TOKEN
 VOCAB_SIZE = 257
 CONTEXT_TOKENS = 64
 FINGERPRINT = "sha256:model"
-
-
-def make_tokenizer(*, chat_template: str | None = "{{ messages[0].content }}<|end|>") -> Tokenizer:
-    """One token per byte and "<|end|>"; a context of 64 tokens."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(BYTE_LEVEL_ALPHABET), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    characters = sorted(BYTE_LEVEL_ALPHABET, key=BYTE_LEVEL_ALPHABET.__getitem__)
-    vocabulary = Vocabulary(
-        tokens=(*characters, "<|end|>"),
-        spelling=Spelling.BYTE_LEVEL,
-        verbatim=frozenset({EOS}),
-        silent=frozenset({EOS}),
-    )
-    return Tokenizer(
-        TokenizerModel(
-            backend=backend,
-            vocabulary=vocabulary,
-            prefix_token_ids=(),
-            suffix_token_ids=(),
-            eos_token_ids=(EOS,),
-            max_context_tokens=CONTEXT_TOKENS,
-            chat_template=None if chat_template is None else ChatTemplate(chat_template, bos_token="", eos_token=""),
-        )
-    )
 
 
 def tokens_event(text: str | bytes) -> decode_pb2.DecodeResponse:
@@ -79,6 +51,17 @@ class Refusal:
 
     code: grpc.StatusCode
     message: str
+    # What the decode node says beside it: an error of `node_runtime.errors`.
+    error: NodeError | None = None
+
+    @property
+    def details(self) -> Metadata:
+        return () if self.error is None else make_details(self.error, self.code.value[0], self.message)
+
+
+def blames_prefill(code: grpc.StatusCode, message: str) -> Refusal:
+    """The decode node says that the prefill node failed."""
+    return Refusal(code, message, PrefillFailed(code.name, message, address="127.0.0.1:1"))
 
 
 class Hang:
@@ -99,6 +82,8 @@ class FakeNode:
     max_request_tokens: int = CONTEXT_TOKENS
     serving: bool = True
     script: Sequence[Step] = ()
+    # The script of one request, where they differ.
+    script_for: Callable[[decode_pb2.DecodeRequest], Sequence[Step]] | None = None
     requests: list[decode_pb2.DecodeRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,9 +128,9 @@ class FakeNode:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata() or ()))
         try:
-            for step in self.script:
+            for step in self.script if self.script_for is None else self.script_for(request):
                 if isinstance(step, Refusal):
-                    await context.abort(step.code, step.message)
+                    await context.abort(step.code, step.message, step.details)
                 elif isinstance(step, Hang):
                     await asyncio.Event().wait()
                 else:

@@ -100,3 +100,15 @@ def test_without_a_usable_pair_the_lack_is_named() -> None:
     with pytest.raises(NoUsableNode, match=r"no prefill node is usable \(p1: connection refused\)") as caught:
         _addresses(placer)
     assert isinstance(caught.value, PeerUnavailable)
+
+
+def test_nodes_with_a_penalty_come_last_whatever_their_load() -> None:
+    placer, pool = _placer(p1=99, p2=99, p3=99, d1=99, d2=99)
+    pool.distrust(["p2"])
+    busy = placer.choose(prompt_tokens=10, max_tokens=10, penalties={"d2": 1, "p1": 1, "p2": 2})
+    assert busy.addresses == ("d1", "p3")
+    with placer.occupied(busy):
+        again = placer.choose(prompt_tokens=10, max_tokens=10, penalties={"d2": 1, "p1": 1, "p2": 2, "p3": 2})
+        assert again.addresses == ("d1", "p1")
+        # Nothing else is left: the least bad one.
+        assert placer.choose(prompt_tokens=10, max_tokens=10, penalties={"d1": 2, "d2": 1}).decode.address == "d2"

@@ -1,0 +1,162 @@
+"""Nodes that die, refuse or lose a transfer under a real router: clients get the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from support.fake_compute import Gate, expected_tokens
+from support.fake_mesh import FakeMesh, FakeNode, until
+from support.fake_router import FakeRouter, RoutedAnswer
+
+PROMPT = list(range(40, 77))
+
+
+async def _pair_of_each(mesh: FakeMesh) -> tuple[list[FakeNode], list[FakeNode]]:
+    prefill = [await mesh.prefill(), await mesh.prefill()]
+    decode = [await mesh.decode(*prefill), await mesh.decode(*prefill)]
+    await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peers")
+    return prefill, decode
+
+
+async def _once_it_serves_again(router: FakeRouter) -> RoutedAnswer:
+    """The answer of a mesh that has to find its nodes well again first."""
+    for _ in range(200):
+        try:
+            return await router.generate(PROMPT)
+        except grpc.aio.AioRpcError:
+            await asyncio.sleep(0.05)
+    raise AssertionError("the mesh never served again")
+
+
+async def test_a_decode_node_that_dies_mid_stream_leaves_no_seam(mesh: FakeMesh) -> None:
+    prefill, decode = await _pair_of_each(mesh)
+    async with FakeRouter(prefill=prefill, decode=decode) as router:
+        gate = Gate()
+        stream, answer = aiter(router.call(PROMPT, seed=5, max_tokens=30)), RoutedAnswer()
+        while len(answer.token_ids) < 7:
+            answer.take(await anext(stream))
+        dying = next(node for node in decode if node.node.engine.snapshot.num_running)
+        living = next(node for node in decode if node is not dying)
+        # Nothing more comes from the node that dies.
+        dying.executor.before_pass = gate.wait
+        killing = asyncio.ensure_future(mesh.kill(dying))
+        async for response in stream:
+            answer.take(response)
+        gate.open()
+        await killing
+    assert answer.token_ids == expected_tokens(PROMPT, 30, seed=5)
+    assert answer.kinds.count("placement") == answer.kinds.count("finish") == 1
+    assert answer.finish is not None
+    assert answer.finish.num_replacements == 1
+    assert (answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens) == (len(PROMPT), 30)
+    for node in (*prefill, living):
+        await node.assert_all_blocks_return()
+
+
+async def test_several_streams_of_one_dead_node_all_go_on(mesh: FakeMesh) -> None:
+    prefill, decode = await _pair_of_each(mesh)
+    prompts = [[*PROMPT, index] for index in range(6)]
+    async with FakeRouter(prefill=prefill, decode=decode) as router:
+        running = [asyncio.ensure_future(router.generate(prompt, max_tokens=40)) for prompt in prompts]
+        await until(lambda: decode[0].node.engine.snapshot.num_running >= 2, "the first decode node generates")
+        gate = Gate()
+        decode[0].executor.before_pass = gate.wait
+        await until(gate.reached.is_set, "the first decode node stands still")
+        killing = asyncio.ensure_future(mesh.kill(decode[0]))
+        answers = await asyncio.gather(*running)
+        gate.open()
+        await killing
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected_tokens(prompt, 40)
+        assert answer.text != ""
+    assert sum(answer.finish.num_replacements for answer in answers) >= 2
+    for node in (*prefill, decode[1]):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_prefill_node_that_dies_before_it_is_done_costs_no_token(mesh: FakeMesh) -> None:
+    prefill, decode = await _pair_of_each(mesh)
+    async with FakeRouter(prefill=prefill, decode=decode) as router:
+        gate = Gate()
+        prefill[0].executor.before_pass = gate.wait
+        running = [asyncio.ensure_future(router.generate([*PROMPT, index], max_tokens=9)) for index in range(4)]
+        await until(lambda: prefill[0].num_handoffs == 2, "two prompts are being prefilled on the first node")
+        killing = asyncio.ensure_future(mesh.kill(prefill[0]))
+        answers = await asyncio.gather(*running)
+        gate.open()
+        await killing
+    for index, answer in enumerate(answers):
+        assert answer.token_ids == expected_tokens([*PROMPT, index], 9)
+    assert sum(answer.finish.num_replacements for answer in answers) == 2
+    for node in (prefill[1], *decode):
+        await node.assert_all_blocks_return()
+
+
+@pytest.mark.parametrize("num_runs", [0, 3])
+async def test_a_transfer_that_fails_is_done_again(mesh: FakeMesh, num_runs: int) -> None:
+    prefill, decode = await _pair_of_each(mesh)
+    async with FakeRouter(prefill=prefill, decode=decode) as router:
+        for _ in range(4):
+            await router.generate([1, 2], max_tokens=1)
+        # Whatever is written to the first decode node fails: two prefill nodes fail with it, then it is left alone.
+        mesh.fabric.fail_after(decode[0].endpoint, num_runs)
+        answers = [await router.generate([*PROMPT, index], max_tokens=9) for index in range(3)]
+        mesh.fabric.fail_after(decode[0].endpoint, None)
+    for index, answer in enumerate(answers):
+        assert answer.token_ids == expected_tokens([*PROMPT, index], 9)
+    assert sum(answer.finish.num_replacements for answer in answers) >= 2
+    for node in (*prefill, *decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_draining_node_and_a_full_one_are_passed_by(mesh: FakeMesh) -> None:
+    prefill = [await mesh.prefill(), await mesh.prefill(config={"max_waiting_requests": 1})]
+    decode = [await mesh.decode(*prefill), await mesh.decode(*prefill)]
+    await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peers")
+    async with FakeRouter(prefill=prefill, decode=decode) as router:
+        await router.generate([1, 2], max_tokens=1)
+        stopping = asyncio.ensure_future(decode[0].node.stop())
+        answers = await asyncio.gather(*(router.generate([*PROMPT, index], max_tokens=9) for index in range(6)))
+        await stopping
+    for index, answer in enumerate(answers):
+        assert answer.token_ids == expected_tokens([*PROMPT, index], 9)
+    for node in (*prefill, decode[1]):
+        await node.assert_all_blocks_return()
+
+
+async def test_with_no_other_node_the_client_hears_which_one_failed(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    async with FakeRouter(prefill=[prefill], decode=[decode], poll_interval_s=0.05, max_attempts=2) as router:
+        mesh.fabric.fail_after(decode.endpoint, 0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.generate(PROMPT)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert prefill.address in (caught.value.details() or "")
+        mesh.fabric.fail_after(decode.endpoint, None)
+        assert (await _once_it_serves_again(router)).token_ids == expected_tokens(PROMPT, 4)
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
+@pytest.mark.parametrize("num_sent", [1, 4, 11])
+async def test_a_decode_node_goes_on_behind_output_it_did_not_generate(mesh: FakeMesh, num_sent: int) -> None:
+    prefill = await mesh.prefill()
+    decode, fused = await mesh.decode(prefill), await mesh.fused()
+    whole = expected_tokens(PROMPT, 20, seed=3)
+    resumed = {"num_output_tokens": num_sent, "max_tokens": 20 - num_sent}
+    for node, fields in ((decode, {"prefill_address": prefill.address}), (fused, {})):
+        # A prompt that is cached, its own output included.
+        for _ in range(2):
+            answer = await mesh.generate(node, [*PROMPT, *whole[:num_sent]], **resumed, **fields, sampling={"seed": 3})
+            assert answer.token_ids == whole[num_sent:]
+            assert answer.finish is not None
+            usage = answer.finish.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 20)
+            cached = usage.cached
+            assert cached.decode_device + cached.prefill_device <= len(PROMPT)
+    for node in (prefill, decode, fused):
+        await node.assert_all_blocks_return()

@@ -1,0 +1,71 @@
+"""A real router in front of the nodes of a FakeMesh, and a client of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from pdmesh.v1 import inference_pb2, inference_pb2_grpc
+
+from node_runtime.rpc import Telemetry
+from router_node.config import RouterConfig
+from router_node.server import Router
+from support.byte_tokenizer import make_tokenizer
+from support.fake_compute import VOCAB_SIZE
+from support.fake_mesh import FakeNode
+
+
+@dataclass
+class RoutedAnswer:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[str | None] = field(default_factory=list)
+    finish: inference_pb2.Finish | None = None
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        self.kinds.append(response.WhichOneof("event"))
+        self.text += response.delta.text
+        self.token_ids += [token.token_id for token in response.delta.tokens]
+        if response.HasField("finish"):
+            self.finish = response.finish
+
+
+class FakeRouter:
+    """`async with FakeRouter(prefill=..., decode=...) as router`."""
+
+    def __init__(self, *, prefill: list[FakeNode], decode: list[FakeNode], **settings: object) -> None:
+        addresses = {"prefill": [node.address for node in prefill], "decode": [node.address for node in decode]}
+        values = {"model": "fake.gguf", "idle_poll_interval_s": 600, "drain_grace_s": 0, **addresses, **settings}
+        self.router = Router(
+            RouterConfig.model_validate(values),
+            make_tokenizer(vocab_size=VOCAB_SIZE, context_tokens=256),
+            telemetry=Telemetry.off(),
+            on_fatal=pytest.fail,
+        )
+
+    async def __aenter__(self) -> FakeRouter:
+        await self.router.start()
+        self._channel = grpc.aio.insecure_channel(self.router.address)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._channel.close()
+        await self.router.stop()
+
+    def call(self, prompt: list[int], *, timeout: float = 30.0, seed: int = 0, **fields: object):
+        """A running Generate call."""
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+            sampling=inference_pb2.SamplingParams(seed=seed),
+            ignore_eos=True,
+            **{"max_tokens": 4, **fields},
+        )
+        return self._stub.Generate(request, timeout=timeout)
+
+    async def generate(self, prompt: list[int], **fields: object) -> RoutedAnswer:
+        answer = RoutedAnswer()
+        async for response in self.call(prompt, **fields):
+            answer.take(response)
+        return answer
