@@ -7,6 +7,8 @@ close it or use it as a context manager.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
@@ -34,8 +36,10 @@ from pdmesh_cli.client_types import (
 )
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_MAX_RETRIES = 3
 MAX_MESSAGE_BYTES = 16 * 2**20
 _CONNECTION_LOST = ("Stream removed", "Socket closed", "Connection reset", "recvmsg", "keepalive", "ping timeout")
+_RETRY_SPREAD = 1.5
 _DEFAULT_OPTIONS = GenerateOptions()
 
 T = TypeVar("T")
@@ -47,9 +51,13 @@ def client_errors() -> Iterator[None]:
     try:
         yield
     except PeerUnavailable as error:
-        raise PdmeshError(status_of(error).name, _unavailable(error)) from None
+        raise _pdmesh_error(error, _unavailable(error)) from None
     except NodeError as error:
-        raise PdmeshError(status_of(error).name, error.message) from None
+        raise _pdmesh_error(error, error.message) from None
+
+
+def _pdmesh_error(error: NodeError, message: str) -> PdmeshError:
+    return PdmeshError(status_of(error).name, message, retry_after_s=error.retry_after_s)
 
 
 def _unavailable(error: PeerUnavailable) -> str:
@@ -64,8 +72,12 @@ def _unavailable(error: PeerUnavailable) -> str:
 class AsyncPdmeshClient:
     """A client for one event loop, the one that is running when it is made."""
 
-    def __init__(self, router: str) -> None:
-        """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address."""
+    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
+        """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address.
+
+        A request that a busy mesh refuses is sent again after the time that it names, `max_retries` times at most.
+        """
+        self._max_retries = max_retries
         with client_errors():
             self._channel: Channel = connect(router, max_message_bytes=MAX_MESSAGE_BYTES)
         self._stub = self._channel.stub(inference_pb2_grpc.InferenceStub)
@@ -83,10 +95,30 @@ class AsyncPdmeshClient:
     ) -> AsyncGenerator[Event, None]:
         """Streams one Placement, then Deltas, then exactly one Finish.
 
-        `timeout_s` is the deadline of the whole answer. Raises PdmeshError. Leaving the iteration early cancels the
-        work on every node; wrap it in `contextlib.aclosing` to do that at once.
+        `timeout_s` is the deadline of the whole answer, waits for a busy mesh included; a request that was refused
+        after its Placement and sent again has another Placement. Raises PdmeshError. Leaving the iteration early
+        cancels the work on every node; wrap it in `contextlib.aclosing` to do that at once.
         """
         request = request_message(prompt, options)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        for num_retries in itertools.count():
+            has_begun = False
+            try:
+                async with aclosing(self._stream(request, deadline_s - loop.time())) as events:
+                    async for event in events:
+                        has_begun = has_begun or not isinstance(event, Placement)
+                        yield event
+                return
+            except PdmeshError as error:
+                delay_s = _retry_delay_s(error, num_retries)
+                is_last = num_retries >= self._max_retries
+                if has_begun or is_last or delay_s is None or loop.time() + delay_s >= deadline_s:
+                    raise
+            await asyncio.sleep(delay_s)
+
+    async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> AsyncGenerator[Event, None]:
+        """The events of one call. Raises PdmeshError."""
         is_finished = False
         with client_errors():
             responses = self._channel.server_stream(self._stub.Generate, request, timeout_s=timeout_s)
@@ -122,6 +154,13 @@ class AsyncPdmeshClient:
     async def close(self) -> None:
         """Cancels what still runs. Idempotent."""
         await self._channel.close()
+
+
+def _retry_delay_s(error: PdmeshError, num_retries: int) -> float | None:
+    """At least what the server asks for, longer each time, and spread so that clients refused together part."""
+    if error.retry_after_s is None:
+        return None
+    return error.retry_after_s * 2.0**num_retries * random.uniform(1.0, _RETRY_SPREAD)
 
 
 class _Collected:
@@ -204,13 +243,13 @@ class PdmeshClient:
     Its calls run on an event loop in a thread of its own.
     """
 
-    def __init__(self, router: str) -> None:
-        """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address."""
+    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
+        """Like `AsyncPdmeshClient`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pdmesh-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_connected(router))
+            self._client = self._wait(_connected(router, max_retries))
         except BaseException:
             self._stop_loop()
             raise
@@ -260,5 +299,5 @@ class PdmeshClient:
         self._loop.close()
 
 
-async def _connected(router: str) -> AsyncPdmeshClient:
-    return AsyncPdmeshClient(router)
+async def _connected(router: str, max_retries: int) -> AsyncPdmeshClient:
+    return AsyncPdmeshClient(router, max_retries=max_retries)

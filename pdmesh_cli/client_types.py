@@ -13,12 +13,16 @@ from pdmesh.v1 import inference_pb2
 
 
 class PdmeshError(Exception):
-    """A call that did not end well. `code` is the name of the gRPC status, e.g. "INVALID_ARGUMENT"."""
+    """A call that did not end well. `code` is the name of the gRPC status, e.g. "INVALID_ARGUMENT".
 
-    def __init__(self, code: str, message: str) -> None:
+    `retry_after_s` is how long the server asks to wait before the same call; None where waiting does not help.
+    """
+
+    def __init__(self, code: str, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,8 @@ class Finish:
     matched_stop: str | None
     usage: Usage
     timings: Timings
+    # How often the request was moved because a node had failed.
+    num_replacements: int = 0
 
 
 Event = Placement | Delta | Finish
@@ -219,6 +225,7 @@ def _finish_of(message: inference_pb2.Finish) -> Finish:
         matched_stop=message.matched_stop if message.HasField("matched_stop") else None,
         usage=_usage_of(message.usage),
         timings=_timings_of(message.timings),
+        num_replacements=message.num_replacements,
     )
 
 

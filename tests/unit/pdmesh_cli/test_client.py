@@ -56,12 +56,21 @@ class ScriptedRouter:
 
     def __init__(self) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
+        self.num_refusals = 0
+        self.refuses_late = False
+        self.retry_after_s: float | None = 0.01
         self.cancelled = asyncio.Event()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: RpcContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        if request.text == "busy" and len(self.requests) <= self.num_refusals:
+            if self.refuses_late:
+                yield _PLACEMENT
+            refusal = QueueFull("the queue is full")
+            refusal.retry_after_s = self.retry_after_s
+            raise refusal
         if request.text == "refuse":
             raise InvalidRequest("temperature: must be >= 0, got -1")
         try:
@@ -110,6 +119,42 @@ async def test_an_answer_streams_as_typed_events_in_order(router: tuple[Scripted
     assert (finish.usage.prompt_tokens, finish.usage.cached) == (9, CachedTokens(prefill_device=3, decode_device=4))
     assert (finish.timings.transferred_bytes, finish.timings.decode_ms) == (4096, 7.5)
     assert len(events) == 4
+
+
+@pytest.mark.parametrize("refuses_late", [False, True])
+async def test_a_busy_mesh_is_asked_again_after_the_time_it_names(
+    router: tuple[ScriptedRouter, str], refuses_late: bool
+) -> None:
+    servicer, address = router
+    servicer.num_refusals, servicer.refuses_late, servicer.retry_after_s = 2, refuses_late, 0.05
+    began_s = asyncio.get_running_loop().time()
+    async with AsyncPdmeshClient(address) as client:
+        completion = await client.complete("busy")
+    assert completion.text == "Hello world"
+    assert len(servicer.requests) == 3
+    assert asyncio.get_running_loop().time() - began_s >= 0.05 + 0.1
+
+
+async def test_a_mesh_that_stays_busy_is_left_alone_after_the_last_retry(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+    servicer.num_refusals = 100
+    async with AsyncPdmeshClient(address, max_retries=2) as client:
+        with pytest.raises(PdmeshError) as failure:
+            await client.complete("busy")
+    assert (failure.value.code, failure.value.retry_after_s) == ("RESOURCE_EXHAUSTED", 0.01)
+    assert len(servicer.requests) == 3
+
+
+@pytest.mark.parametrize(("text", "retry_after_s"), [("busy", None), ("busy", 30.0), ("break", 0.01)])
+async def test_nothing_is_asked_again_without_a_hint_nor_behind_the_deadline_nor_behind_the_first_text(
+    router: tuple[ScriptedRouter, str], text: str, retry_after_s: float | None
+) -> None:
+    servicer, address = router
+    servicer.num_refusals, servicer.retry_after_s = 100, retry_after_s
+    async with AsyncPdmeshClient(address) as client:
+        with pytest.raises(PdmeshError, match="RESOURCE_EXHAUSTED"):
+            await client.complete(text, timeout_s=20.0)
+    assert len(servicer.requests) == 1
 
 
 async def test_complete_puts_the_answer_together(router: tuple[ScriptedRouter, str]) -> None:
