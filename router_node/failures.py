@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from node_runtime.errors import NodeError, PeerUnavailable, PrefillFailed, RemoteError
+from node_runtime.errors import NodeError, PeerUnavailable, PrefillFailed, QueueFull, RemoteError
 from node_runtime.rpc import status_of
 from router_node.placement import PlacementChoice
 
@@ -34,6 +34,7 @@ _KIND_BY_STATUS: Mapping[str, FailureKind] = MappingProxyType(
     }
 )
 _ALREADY_EXISTS = "ALREADY_EXISTS"
+_RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,12 @@ def failure_of(error: NodeError, choice: PlacementChoice, *, is_first: bool) -> 
     reason = error.reason if isinstance(error, PeerUnavailable) else error.message
     named = RemoteError(status, f"{choice}: {reason}")
     named.retry_after_s = error.retry_after_s
-    is_prefill = isinstance(error, PrefillFailed) and choice.prefill is not None
-    culprit = choice.prefill if is_prefill and choice.prefill is not None else choice.decode
+    culprit = choice.decode
+    if isinstance(error, PrefillFailed) and choice.prefill is not None:
+        culprit = choice.prefill
+        if named.retry_after_s is None and status == _RESOURCE_EXHAUSTED:
+            # The handoff carries no hint. A prompt that is too long was not placed there, so it is the queue.
+            named.retry_after_s = QueueFull.retry_after_s
     return AttemptFailure(kind=kind, error=named, culprit=culprit.address, decode=choice.decode.address)
 
 

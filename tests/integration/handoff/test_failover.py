@@ -126,6 +126,37 @@ async def test_a_draining_node_and_a_full_one_are_passed_by(mesh: FakeMesh) -> N
         await node.assert_all_blocks_return()
 
 
+async def test_a_burst_beyond_every_queue_is_shed_with_a_hint_and_the_rest_is_served_in_time(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill(config={"max_waiting_requests": 2})
+    decode = await mesh.decode(prefill, config={"max_waiting_requests": 8})
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    gate = Gate()
+
+    async def ask(router: FakeRouter, index: int) -> RoutedAnswer | grpc.aio.AioRpcError:
+        try:
+            return await router.generate([*PROMPT, index], timeout=15.0)
+        except grpc.aio.AioRpcError as error:
+            return error
+
+    async with FakeRouter(prefill=[prefill], decode=[decode], max_live_requests=16) as router:
+        await router.generate([1, 2], max_tokens=1)
+        prefill.executor.before_pass = gate.wait
+        asking = [asyncio.ensure_future(ask(router, index)) for index in range(30)]
+        await until(lambda: sum(each.done() for each in asking) >= 14, "what fits no queue is refused at once")
+        gate.open()
+        outcomes = await asyncio.gather(*asking)
+    served = [(index, each) for index, each in enumerate(outcomes) if isinstance(each, RoutedAnswer)]
+    refused = [each for each in outcomes if isinstance(each, grpc.aio.AioRpcError)]
+    assert served
+    for index, answer in served:
+        assert answer.token_ids == expected_tokens([*PROMPT, index], 4)
+    for error in refused:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "grpc-status-details-bin" in dict(error.trailing_metadata() or ())
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
 async def test_with_no_other_node_the_client_hears_which_one_failed(mesh: FakeMesh) -> None:
     prefill = await mesh.prefill()
     decode = await mesh.decode(prefill)

@@ -11,6 +11,7 @@ from node_runtime.errors import (
     NodeError,
     PeerUnavailable,
     PrefillFailed,
+    QueueFull,
     RemoteError,
     RequestCancelled,
 )
@@ -96,6 +97,13 @@ def test_a_hint_when_to_retry_is_kept_and_a_fused_node_can_blame_nobody_else() -
     error.retry_after_s = 2.0
     failure = failure_of(error, FUSED, is_first=True)
     assert (failure.culprit, failure.error.retry_after_s) == ("f1", 2.0)
+
+
+def test_a_prefill_node_whose_queue_is_full_can_be_waited_for() -> None:
+    failure = failure_of(PrefillFailed("RESOURCE_EXHAUSTED", "full", address="p1"), PAIR, is_first=True)
+    assert failure.error.retry_after_s == QueueFull.retry_after_s
+    too_large = RemoteError("RESOURCE_EXHAUSTED", "the arena holds less")
+    assert failure_of(too_large, PAIR, is_first=True).error.retry_after_s is None
 
 
 def test_a_broken_node_is_avoided_and_the_request_goes_on() -> None:
