@@ -666,6 +666,11 @@ class Scheduler:
 
     def capacity(self) -> Capacity: ...
 
+    def find_cached_tokens(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], extra_keys: Sequence[bytes] = []) -> int:
+        """
+        How much of a prompt a local prefill would find in the cache now; changes nothing and promises nothing.
+        """
+
     @property
     def max_request_tokens(self) -> int:
         """

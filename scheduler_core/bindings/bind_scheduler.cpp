@@ -154,6 +154,14 @@ void BindScheduler(nb::module_& module) {
           "a request "
           "that is not live.")
       .def("capacity", &Scheduler::capacity)
+      .def(
+          "find_cached_tokens",
+          [](const Scheduler& scheduler, const TokenArray& tokens, const ByteKeys& extra_keys) {
+            return scheduler.FindCachedTokens({tokens.data(), tokens.size()}, KeysOf(extra_keys));
+          },
+          "tokens"_a.noconvert(), "extra_keys"_a = ByteKeys(),
+          "How much of a prompt a local prefill would find in the cache now; changes nothing and promises "
+          "nothing.")
       .def_prop_ro("max_request_tokens", &Scheduler::max_request_tokens,
                    "Bound of one request: prompt + completion; prompt + verify_width on the prefill role.")
       .def("can_clear", &Scheduler::CanClear,

@@ -65,6 +65,10 @@ class Scheduler {
   // requests.
   std::vector<std::vector<std::int32_t>> BlockTablesOf(const std::string& request_id) const;
   Capacity capacity() const;
+  // How much of a prompt a local prefill would find in the cache now; a multiple of prefix_granularity. Looks
+  // only: nothing is held, and the answer promises nothing.
+  std::int32_t FindCachedTokens(std::span<const std::int32_t> tokens,
+                                std::vector<std::string> extra_keys) const;
   std::int32_t max_request_tokens() const { return capacity_model_.max_request_tokens(); }
 
   // Whether a clear would succeed: no request lives and no transfer is under way.

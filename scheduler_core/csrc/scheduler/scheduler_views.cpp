@@ -1,7 +1,13 @@
 // The reading half of the scheduler: gauges, tables and dumps. Changes nothing.
 #include <algorithm>
+#include <cstdint>
 #include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "cache/prefix/prefix_hasher.h"
 #include "scheduler/scheduler.h"
 #include "support/errors.h"
 
@@ -20,6 +26,20 @@ std::vector<std::vector<std::int32_t>> Scheduler::BlockTablesOf(const std::strin
     }
   }
   return tables;
+}
+
+std::int32_t Scheduler::FindCachedTokens(std::span<const std::int32_t> tokens,
+                                         std::vector<std::string> extra_keys) const {
+  if (!config_.enable_prefix_cache || tokens.empty()) {
+    return 0;
+  }
+  // The last prompt token is never taken from the cache.
+  const auto num_grains =
+      static_cast<std::int32_t>((static_cast<std::int64_t>(tokens.size()) - 1) / config_.prefix_granularity);
+  GrainChain chain(config_.prefix_granularity, std::move(extra_keys));
+  chain.ExtendTo(tokens, num_grains);
+  const PrefixProbe probe = coordinator_.ProbePrefix(chain.digests(), num_grains, ProbeScope::kAllGroups);
+  return static_cast<std::int32_t>(probe.hit_tokens);
 }
 
 Capacity Scheduler::capacity() const {
