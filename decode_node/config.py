@@ -51,6 +51,18 @@ class DecodeNodeConfig(ComputeNodeConfig):
         """Share of the handoffs to verify, 0 to 1."""
         return {"off": 0.0, "sample": self.verify_sample, "all": 1.0}[self.verify_transfers]
 
+    local_prefill: Literal["never", "fallback"] = Field(
+        default="never",
+        description="Whether this node computes prompts itself when no prefill node can: never, or as a fallback. It "
+        "slows the streams that it generates.",
+    )
+    max_local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="A prompt of which no more than this is not in the cache of this node is computed here, without a "
+        "prefill node. 0: none.",
+    )
+
     @field_validator("prefill")
     @classmethod
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,8 +52,11 @@ class Measured:
 class Generation:
     """One attempt to generate: a request of the engine under a name of its own."""
 
-    def __init__(self, *, engine_id: str, job: DecodeJob, engine: EngineLoop, measured: Measured) -> None:
-        """`engine_id` is unique for the life of the process."""
+    def __init__(
+        self, *, engine_id: str, job: DecodeJob, engine: EngineLoop, measured: Measured, is_local: bool = False
+    ) -> None:
+        """`engine_id` is unique for the life of the process; `is_local`: a decode node computes the prompt itself."""
+        self._is_local = is_local
         self.engine_id = engine_id
         self._job = job
         self._engine = engine
@@ -73,6 +76,7 @@ class Generation:
             tokens=np.asarray(job.token_ids, dtype=np.int32),
             max_new_tokens=job.max_tokens,
             extra_keys=list(job.extra_keys),
+            local_prefill=self._is_local,
         )
         stop = StopRule(max_new_tokens=job.max_tokens, stop_token_ids=job.stop_token_ids)
         self._engine.post(SubmitRequest(spec=spec, sampling=job.sampling, stop=stop, sink=self._on_update))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
+from decode_node.local_prefill import LocalPrefill
 from decode_node.peers import PrefillPeers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.service import DecodeLimits, DecodeService
@@ -37,6 +38,7 @@ class _Receiving:
     peers: PrefillPeers
     remote: RemotePrefill
     verifier: TransferVerifier
+    local: LocalPrefill
     addresses: tuple[str, ...]
 
 
@@ -84,6 +86,7 @@ class DecodeNode:
             clock=self._clock,
             telemetry=telemetry,
             remote=self._receiving.remote if self._receiving else None,
+            local=self._receiving.local if self._receiving else None,
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(self._make_reporter()))
@@ -99,7 +102,9 @@ class DecodeNode:
         if self._is_draining:
             return False
         receiving = self._receiving
-        return receiving is None or not receiving.addresses or receiving.peers.has_ready
+        if receiving is None or receiving.local.is_fallback:
+            return True
+        return not receiving.addresses or receiving.peers.has_ready
 
     async def start(self) -> None:
         """Listens and serves. Raises PortInUse or BadConfig."""
@@ -154,17 +159,26 @@ class DecodeNode:
             vocab_size=self._core.facts.vocab_size,
             verifier=verifier,
         )
-        return _Receiving(peers=peers, remote=remote, verifier=verifier, addresses=config.prefill)
+        local = LocalPrefill(
+            is_fallback=config.local_prefill == "fallback",
+            max_uncached_tokens=config.max_local_prefill_tokens,
+            scheduler=self._core.scheduler,
+            engine=self.engine,
+        )
+        return _Receiving(peers=peers, remote=remote, verifier=verifier, local=local, addresses=config.prefill)
 
     def _make_reporter(self) -> ComputeReporter:
         receiving = self._receiving
         role = mesh_pb2.NODE_ROLE_FUSED if receiving is None else mesh_pb2.NODE_ROLE_DECODE
+        info = describe_node(self._core, node_id=self._config.node_id, incarnation=self._incarnation, role=role)
+        info.prefills_locally = receiving is not None and receiving.local.is_fallback
         return ComputeReporter(
-            info=describe_node(self._core, node_id=self._config.node_id, incarnation=self._incarnation, role=role),
+            info=info,
             engine=self.engine,
             clear_cache=self._core.scheduler.clear_cache,
             is_serving=lambda: self.is_ready,
             num_handoffs=lambda: receiving.remote.num_handoffs if receiving else 0,
+            num_local_prefills=lambda: receiving.local.num_prompts if receiving else 0,
             peers=lambda: receiving.peers.statuses() if receiving else (),
             verifications=lambda: (
                 (receiving.verifier.num_verified, receiving.verifier.num_damaged) if receiving else (0, 0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2
 
 from decode_node.generation import Generation, Measured
+from decode_node.local_prefill import LocalPrefill, LocalReason
 from decode_node.receiver import IncomingHandoff, Received
 from decode_node.remote_prefill import RemotePrefill
 from node_runtime.clock import Clock
@@ -64,6 +65,7 @@ class _Live:
     generation: Generation | None = None
     handoff: IncomingHandoff | None = None
     received: Received | None = None
+    local_reason: LocalReason | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -83,8 +85,9 @@ class DecodeService:
         clock: Clock,
         telemetry: Telemetry,
         remote: RemotePrefill | None,
+        local: LocalPrefill | None,
     ) -> None:
-        """`remote` is None on a fused node, which computes prompts itself and ignores prefill addresses."""
+        """`remote` and `local` are None on a fused node, which computes all prompts and ignores prefill addresses."""
         self._node_id = node_id
         self._model_name = model_name
         self._limits = limits
@@ -92,6 +95,7 @@ class DecodeService:
         self._clock = clock
         self._telemetry = telemetry
         self._remote = remote
+        self._local = local
         self._live: dict[str, _Live] = {}
         self._serials = itertools.count(1)
 
@@ -129,7 +133,7 @@ class DecodeService:
                 f"token_ids and max_tokens: {len(job.token_ids)} + {job.max_tokens} tokens given, the arena of node "
                 f"{self._node_id} holds max_request_tokens={limits.max_request_tokens} for one request"
             )
-        if self._remote is not None and job.prefill_address is None:
+        if self._local is not None and job.prefill_address is None and not self._local.is_fallback:
             raise NoPrefillNode(f"prefill_address: empty, and decode node {self._node_id} computes no prompts itself")
         if job.request_id in self._live:
             raise DuplicateRequest(job.request_id)
@@ -172,10 +176,13 @@ class DecodeService:
                 job=live.job,
                 engine=self._engine,
                 measured=live.measured,
+                is_local=live.local_reason is not None,
             )
             return live.generation
 
-        if self._remote is None or live.job.prefill_address is None:
+        if self._local is not None:
+            live.local_reason = await self._local.reason_for(live.job)
+        if self._remote is None or live.job.prefill_address is None or live.local_reason is not None:
             generation = make_generation()
             generation.submit()
             return generation
@@ -225,7 +232,9 @@ class DecodeService:
             span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, live.received.cached_tokens)
         queued_at_s = measured.arrived_at_s if live.handoff is None else live.handoff.ready_at_s
         self._record_phase(span, span_names.SPAN_DECODE_QUEUE, queued_at_s, measured.admitted_at_s)
-        if self._remote is None:
+        if live.local_reason is not None:
+            span.set(span_names.PDMESH_LOCAL_PREFILL, live.local_reason.value)
+        if self._remote is None or live.local_reason is not None:
             self._record_phase(span, span_names.SPAN_PREFILL_COMPUTE, measured.admitted_at_s, measured.first_token_at_s)
         self._record_phase(span, span_names.SPAN_DECODE_GENERATE, measured.first_token_at_s, measured.last_token_at_s)
 

@@ -14,7 +14,7 @@ from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 from node_runtime.errors import InvalidRequest, NodeError, PeerUnavailable
 from node_runtime.rpc import ChannelPool
-from router_node.node_pool import ROLE_BY_WIRE, NodeFacts, NodePool, TokenLimits
+from router_node.node_pool import ROLE_BY_WIRE, ComputeRole, NodeFacts, NodePool, TokenLimits
 
 _ANSWER_TIMEOUT_S = 3.0
 # Requests that fail in a crowd wake discovery once, not a thousand times.
@@ -90,4 +90,5 @@ def _facts(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
         model_fingerprint=info.model_fingerprint,
         vocab_size=info.vocab_size,
         limits=TokenLimits(context_tokens=info.context_tokens, max_request_tokens=info.max_request_tokens),
+        prefills_locally=role is ComputeRole.DECODE and info.prefills_locally,
     )

@@ -53,6 +53,8 @@ class NodeFacts:
     model_fingerprint: str
     vocab_size: int
     limits: TokenLimits
+    # A decode node that needs no prefill node.
+    prefills_locally: bool = False
 
     def __str__(self) -> str:
         return f"{self.role.value} node {self.node_id} at {self.address}"
@@ -185,7 +187,10 @@ class NodePool:
         return f"no {pools} is usable ({details})"
 
     def _lacking(self) -> tuple[ComputeRole, ...]:
-        return tuple(role for role in (ComputeRole.PREFILL, ComputeRole.DECODE) if not self.usable(role))
+        lacking = [role for role in (ComputeRole.PREFILL, ComputeRole.DECODE) if not self.usable(role)]
+        if any(node.facts.prefills_locally for node in self.usable(ComputeRole.DECODE)):
+            return ()
+        return tuple(lacking)
 
     def _fault_of(self, entry: _Entry, facts: NodeFacts) -> str | None:
         """Why the node must be left out, if so."""

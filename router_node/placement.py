@@ -6,14 +6,21 @@ Knows what this router has in flight and nothing of other routers. Lives on the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 from node_runtime.errors import NodeError, PeerUnavailable, RequestTooLarge
 from router_node.node_pool import ComputeRole, NodeFacts, NodePool, UsableNode
 
+# How much a node is avoided: the higher, the later it is chosen.
+PENALTY_BROKEN: Final = 2
+PENALTY_REFUSED: Final = 3
+# A decode node that must prefill itself, at the cost of its streams: better than one prefill node that broke, and no
+# way round one that refused, because the load that it refused would land on the streams of all.
+_PENALTY_LOCAL: Final = 1
 _NO_PENALTIES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -30,7 +37,7 @@ class NoUsableNode(PeerUnavailable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementChoice:
-    """`prefill` is None when `decode` is a fused node."""
+    """`prefill` is None when `decode` is a fused node, or a decode node that is to prefill itself."""
 
     decode: NodeFacts
     prefill: NodeFacts | None
@@ -69,18 +76,29 @@ class Placer:
         """
         if not self._pool.is_ready:
             raise NoUsableNode(self._pool.describe_lack())
-        prefill = self._pool.usable(ComputeRole.PREFILL)
-        decode = self._pool.usable(ComputeRole.FUSED)
         # A prefill node holds the prompt and the first token; the node that decodes holds everything.
-        prefill_fitting = _fitting(prefill, prompt_tokens + 1)
-        if prefill_fitting:
-            decode = (*decode, *self._pool.usable(ComputeRole.DECODE))
-        decode_fitting = _fitting(decode, prompt_tokens + max_tokens)
-        if not decode_fitting:
-            raise _too_large(prompt_tokens, max_tokens, decode or prefill)
-        chosen = self._best(decode_fitting, penalties)
-        is_fused = chosen.role is ComputeRole.FUSED
-        return PlacementChoice(decode=chosen, prefill=None if is_fused else self._best(prefill_fitting, penalties))
+        usable_prefill = self._pool.usable(ComputeRole.PREFILL)
+        prefill = self._best(_fitting(usable_prefill, prompt_tokens + 1), lambda node: (_penalty(node, penalties), 0))
+        decode = (
+            *self._pool.usable(ComputeRole.FUSED),
+            *(node for node in self._pool.usable(ComputeRole.DECODE) if prefill or node.facts.prefills_locally),
+        )
+        prefill_penalty = PENALTY_BROKEN if prefill is None else _penalty(prefill, penalties)
+
+        def penalty_of(node: UsableNode) -> tuple[int, int]:
+            detour = 0 if node.facts.role is ComputeRole.FUSED else prefill_penalty
+            if detour == PENALTY_BROKEN and node.facts.prefills_locally:
+                detour = _PENALTY_LOCAL
+            own = _penalty(node, penalties)
+            return max(detour, own), own
+
+        chosen = self._best(_fitting(decode, prompt_tokens + max_tokens), penalty_of)
+        if chosen is None:
+            raise _too_large(prompt_tokens, max_tokens, decode or usable_prefill)
+        is_local = prefill_penalty == PENALTY_BROKEN and chosen.facts.prefills_locally
+        if chosen.facts.role is ComputeRole.FUSED or is_local or prefill is None:
+            return PlacementChoice(decode=chosen.facts, prefill=None)
+        return PlacementChoice(decode=chosen.facts, prefill=prefill.facts)
 
     @contextmanager
     def occupied(self, choice: PlacementChoice) -> Iterator[None]:
@@ -94,13 +112,19 @@ class Placer:
         finally:
             self._num_in_flight.subtract(choice.addresses)
 
-    def _best(self, nodes: Iterable[UsableNode], penalties: Mapping[str, int]) -> NodeFacts:
-        def rank(node: UsableNode) -> tuple[int, bool, int, int]:
+    def _best(
+        self, nodes: Iterable[UsableNode], penalty_of: Callable[[UsableNode], tuple[int, int]]
+    ) -> UsableNode | None:
+        def rank(node: UsableNode) -> tuple[tuple[int, int], bool, int, int]:
             address = node.facts.address
-            penalty, num_in_flight = penalties.get(address, 0), self._num_in_flight[address]
-            return (penalty, not node.is_trusted, num_in_flight, self._last_turn.get(address, 0))
+            is_distrusted, num_in_flight = not node.is_trusted, self._num_in_flight[address]
+            return (penalty_of(node), is_distrusted, num_in_flight, self._last_turn.get(address, 0))
 
-        return min(nodes, key=rank).facts
+        return min(nodes, key=rank, default=None)
+
+
+def _penalty(node: UsableNode, penalties: Mapping[str, int]) -> int:
+    return penalties.get(node.facts.address, 0)
 
 
 def _fitting(nodes: Iterable[UsableNode], num_tokens: int) -> tuple[UsableNode, ...]:

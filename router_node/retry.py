@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from router_node.failures import AttemptFailure, FailureKind
+from router_node.placement import PENALTY_BROKEN, PENALTY_REFUSED
 
-# How much a node is avoided: the higher, the later it is chosen.
-PENALTY_BROKEN = 1
-PENALTY_REFUSED = 2
 # One decode node with which this many prefill nodes fail is taken for the culprit.
 _MAX_PREFILL_CULPRITS = 2
 

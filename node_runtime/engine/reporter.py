@@ -24,6 +24,7 @@ class ComputeReporter:
         num_handoffs: Callable[[], int],
         peers: Callable[[], Sequence[mesh_pb2.PeerStatus]],
         verifications: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        num_local_prefills: Callable[[], int] = lambda: 0,
     ) -> None:
         """`clear_cache` is run on the engine thread; the other callables are read on the event loop.
 
@@ -34,6 +35,7 @@ class ComputeReporter:
         self._clear_cache = clear_cache
         self._is_serving = is_serving
         self._num_handoffs = num_handoffs
+        self._num_local_prefills = num_local_prefills
         self._peers = peers
         self._verifications = verifications
 
@@ -60,6 +62,7 @@ class ComputeReporter:
             num_retractions=snapshot.num_retractions,
             num_verified_handoffs=num_verified,
             num_damaged_handoffs=num_damaged,
+            num_local_prefills=self._num_local_prefills(),
         )
 
     async def clear_cache(self) -> bool:

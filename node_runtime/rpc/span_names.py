@@ -43,6 +43,8 @@ PDMESH_CACHED_TOKENS_STORAGE: Final = "pdmesh.cached_tokens.storage"
 PDMESH_CANCELLED: Final = "pdmesh.cancelled"
 # Tokens of the completion that an earlier attempt on other nodes had generated.
 PDMESH_RESUMED_TOKENS: Final = "pdmesh.resumed_tokens"
+# Why a decode node computed the prompt itself: "short" or "fallback".
+PDMESH_LOCAL_PREFILL: Final = "pdmesh.local_prefill"
 PDMESH_ATTEMPT: Final = "pdmesh.attempt"
 PDMESH_RETRACTIONS: Final = "pdmesh.retractions"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
