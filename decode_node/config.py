@@ -46,11 +46,6 @@ class DecodeNodeConfig(ComputeNodeConfig):
         default=0.05, gt=0, le=1, description="Share of the handoffs that verify_transfers=sample verifies."
     )
 
-    @property
-    def verified_fraction(self) -> float:
-        """Share of the handoffs to verify, 0 to 1."""
-        return {"off": 0.0, "sample": self.verify_sample, "all": 1.0}[self.verify_transfers]
-
     local_prefill: Literal["never", "fallback"] = Field(
         default="never",
         description="Whether this node computes prompts itself when no prefill node can: never, or as a fallback. It "
@@ -62,6 +57,11 @@ class DecodeNodeConfig(ComputeNodeConfig):
         description="A prompt of which no more than this is not in the cache of this node is computed here, without a "
         "prefill node. 0: none.",
     )
+
+    @property
+    def verified_fraction(self) -> float:
+        """Share of the handoffs to verify, 0 to 1."""
+        return {"off": 0.0, "sample": self.verify_sample, "all": 1.0}[self.verify_transfers]
 
     @field_validator("prefill")
     @classmethod

@@ -72,6 +72,7 @@ class FakeNode:
 
 @dataclass
 class Answer:
+    tokens: list[inference_pb2.SampledToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     kinds: list[str | None] = field(default_factory=list)
     admitted: decode_pb2.DecodeAdmitted | None = None
@@ -153,6 +154,7 @@ class FakeMesh:
         answer = Answer()
         async for response in self.call(node, token_ids=prompt, **fields):
             answer.kinds.append(response.WhichOneof("event"))
+            answer.tokens += response.tokens.tokens
             answer.token_ids += [token.token_id for token in response.tokens.tokens]
             if response.HasField("admitted"):
                 answer.admitted = response.admitted

@@ -105,3 +105,26 @@ async def test_exact_for_many_requests_at_a_time(pair: Pair, mesh: FakeMesh) -> 
         assert told.token_ids == pair.greedy(prompt)
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
+
+
+async def test_exact_without_a_prefill_node_and_behind_output_of_another_node(pair: Pair, mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill, config={"local_prefill": "fallback"})
+    fused = await mesh.fused()
+    prompt = pair.prompt(3 * GRAIN + 3, seed=6)
+    sampled = {"sampling": inference_pb2.SamplingParams(temperature=1.0, seed=9), "num_logprobs": 2}
+
+    for fields in ({}, sampled):
+        whole = await mesh.generate(fused, prompt, max_tokens=NUM_TOKENS, **fields)
+        local = await mesh.generate(decode, prompt, max_tokens=NUM_TOKENS, **fields)
+        assert local.tokens == whole.tokens
+        for num_before in (1, 11):
+            behind = [*prompt, *whole.token_ids[:num_before]]
+            left = {"max_tokens": NUM_TOKENS - num_before, "num_output_tokens": num_before, **fields}
+            for resumed in (
+                await answer(mesh, decode, prefill, behind, **left),
+                await mesh.generate(decode, behind, **left),
+            ):
+                assert resumed.tokens == whole.tokens[num_before:]
+    for node in (prefill, decode, fused):
+        await node.assert_all_blocks_return()
