@@ -34,13 +34,19 @@ async def test_a_decode_node_that_dies_mid_stream_leaves_no_seam(mesh: FakeMesh)
     prefill, decode = await _pair_of_each(mesh)
     async with FakeRouter(prefill=prefill, decode=decode) as router:
         gate = Gate()
+        engines = [node.node.engine for node in decode]
+        # Whichever node takes the request: nothing more comes from it then.
+        for node in decode:
+            node.executor.before_pass = lambda plan: (
+                gate.wait() if max(engine.snapshot.num_steps for engine in engines) >= 10 else None
+            )
         stream, answer = aiter(router.call(PROMPT, seed=5, max_tokens=30)), RoutedAnswer()
         while len(answer.token_ids) < 7:
             answer.take(await anext(stream))
-        dying = next(node for node in decode if node.node.engine.snapshot.num_running)
-        living = next(node for node in decode if node is not dying)
-        # Nothing more comes from the node that dies.
-        dying.executor.before_pass = gate.wait
+        await until(gate.reached.is_set, "the decode node stands still")
+        dying, living = sorted(decode, key=lambda node: -node.node.engine.snapshot.num_running)
+        assert dying.node.engine.snapshot.num_running == 1
+        living.executor.before_pass = lambda plan: None
         killing = asyncio.ensure_future(mesh.kill(dying))
         async for response in stream:
             answer.take(response)
@@ -59,10 +65,10 @@ async def test_several_streams_of_one_dead_node_all_go_on(mesh: FakeMesh) -> Non
     prefill, decode = await _pair_of_each(mesh)
     prompts = [[*PROMPT, index] for index in range(6)]
     async with FakeRouter(prefill=prefill, decode=decode) as router:
-        running = [asyncio.ensure_future(router.generate(prompt, max_tokens=40)) for prompt in prompts]
-        await until(lambda: decode[0].node.engine.snapshot.num_running >= 2, "the first decode node generates")
         gate = Gate()
-        decode[0].executor.before_pass = gate.wait
+        engine = decode[0].node.engine
+        decode[0].executor.before_pass = lambda plan: gate.wait() if engine.snapshot.num_running >= 2 else None
+        running = [asyncio.ensure_future(router.generate(prompt, max_tokens=40)) for prompt in prompts]
         await until(gate.reached.is_set, "the first decode node stands still")
         killing = asyncio.ensure_future(mesh.kill(decode[0]))
         answers = await asyncio.gather(*running)
