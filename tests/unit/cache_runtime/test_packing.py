@@ -93,7 +93,7 @@ def declarations(draw: st.DrawFn) -> list[GroupDeclaration]:
     return groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(declarations(), st.integers(1, 3))
 def test_blocks_of_a_group_never_share_a_byte_and_never_leave_their_parent(
     groups: list[GroupDeclaration], num_lcm_blocks: int

@@ -422,7 +422,7 @@ def play(
 
 @pytest.mark.behaviour("I1", "J12", "L13", "L14", "T6")
 @pytest.mark.behaviour("S5")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),

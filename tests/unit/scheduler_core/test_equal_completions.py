@@ -169,7 +169,7 @@ def completions(
 
 
 @pytest.mark.behaviour("J12")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),

@@ -142,7 +142,7 @@ LONG = st.tuples(st.integers(3, 5), st.integers(16, 19)).map(lambda pair: [pair[
 HISTORIES = st.lists(st.one_of(GRAINS, LONG), min_size=1, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(history=HISTORIES, num_blocks=st.integers(20, 30))
 def test_aged_frequency_keeps_what_the_model_keeps(history: list[list[int]], num_blocks: int) -> None:
     scheduler, model = build(num_blocks, sc.EvictionPolicy.AGED_FREQUENCY), Model(num_blocks=num_blocks, bonus=2)
@@ -153,7 +153,7 @@ def test_aged_frequency_keeps_what_the_model_keeps(history: list[list[int]], num
         assert number_after("ghosts", scheduler) == len(model.ghosts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(history=HISTORIES, num_blocks=st.integers(20, 30))
 def test_without_a_bonus_per_use_the_policy_is_lru(history: list[list[int]], num_blocks: int) -> None:
     scheduler, model = build(num_blocks, sc.EvictionPolicy.LRU), Model(num_blocks=num_blocks, bonus=0)
@@ -225,7 +225,7 @@ def num_unreachable(policy: sc.EvictionPolicy, seed: int, num_moves: int) -> tup
 
 
 @pytest.mark.parametrize("policy", [sc.EvictionPolicy.LRU, sc.EvictionPolicy.AGED_FREQUENCY])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), num_moves=st.integers(1, 150))
 def test_no_block_outlives_one_it_depends_on(policy: sc.EvictionPolicy, seed: int, num_moves: int) -> None:
     assert num_unreachable(policy, seed, num_moves)[0] == 0

@@ -452,7 +452,7 @@ def play(
 
 
 @pytest.mark.behaviour("A10", "B2", "I7", "T5")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),

@@ -180,7 +180,7 @@ def live_through(
     return node
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     role=st.sampled_from([sc.Role.FUSED, sc.Role.DECODE]),
     groups=st.sampled_from(GROUP_MIXES),

@@ -88,7 +88,7 @@ class DecodeSide:
         return int(remote.from_token)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     chosen=groups(),
     lengths=st.lists(st.integers(1, 45), min_size=1, max_size=4),

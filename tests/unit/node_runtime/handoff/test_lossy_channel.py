@@ -308,7 +308,7 @@ def play(random: Random) -> None:
 
 
 # Many histories per seed: drawing each step would spend the time on drawing, and what is looked for is rare.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**64))
 def test_whatever_the_channel_does_the_promises_hold(seed: int) -> None:
     random = Random(seed)
