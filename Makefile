@@ -39,8 +39,9 @@ test-tsan: # the C++ tests in which memory passes between threads, under the thr
 	@$$(setarch -R true 2>/dev/null && echo setarch -R) \
 	  ctest --test-dir build/tsan -L threads --output-on-failure --no-tests=error --progress
 
+# Files stay whole, so that what their tests share is started once. More workers than CPUs would make meshes late for their deadlines.
 test-python:
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses "$$(nproc)" --dist loadfile
 
 FUZZ_INPUTS ?= 3000000
 nightly: setup ## hours of looking for trouble: fuzzed conversations, long random histories
