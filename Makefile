@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-handoff bench-mesh bench-model bench-scheduler bench-states bench-trace clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-states bench-trace clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,7 +64,7 @@ format: setup ## rewrite sources in the project's format
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP_SOURCES)
 
-bench-handoff: setup ## data planes beside memcpy between processes and a plain socket
+bench-failover bench-handoff: setup ## data planes beside memcpy between processes and a plain socket
 	@$(BIN)/python bench/bench_handoff.py
 
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
