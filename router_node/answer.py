@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pdmesh.v1 import decode_pb2, inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.request_rules import MAX_REQUEST_ID_BYTES
 from router_node.request_preparation import PreparedRequest
 from router_node.text_stream import TextStream
 
@@ -63,6 +64,7 @@ class Answer:
     def request(self, prefill_address: str) -> decode_pb2.DecodeRequest:
         """What to ask the next decode node: the prompt, and behind it what the client has already got."""
         message = self._prepared.addressed(prefill_address).message
+        message.request_id = _attempt_name(message.request_id, self._num_attempts + 1)
         message.token_ids.extend(self._token_ids)
         message.num_output_tokens = len(self._token_ids)
         message.max_tokens = self.max_tokens_left
@@ -156,3 +158,11 @@ class Answer:
         if total.time_to_first_token_ms == 0:
             lost_ms = (self._attempt_began_at_s - self._began_at_s) * _MS_PER_S
             total.time_to_first_token_ms = lost_ms + timings.time_to_first_token_ms
+
+
+def _attempt_name(request_id: str, attempt: int) -> str:
+    """A name of its own for each further attempt: nodes of the last one may not have noticed yet that it is over."""
+    if attempt == 1:
+        return request_id
+    suffix = f"~{attempt}"
+    return request_id.encode()[: MAX_REQUEST_ID_BYTES - len(suffix)].decode(errors="ignore") + suffix

@@ -9,6 +9,7 @@ from pdmesh.v1 import mesh_pb2
 
 from router_node.live_requests import LiveRequests
 from router_node.node_pool import NodePool
+from router_node.retry import RetryBudget
 
 _INCARNATION_BITS = 64
 
@@ -16,10 +17,11 @@ _INCARNATION_BITS = 64
 class RouterReporter:
     """NodeReporter of a router: it has peers and requests, but no arena and no cache."""
 
-    def __init__(self, *, node_id: str, pool: NodePool, live: LiveRequests) -> None:
+    def __init__(self, *, node_id: str, pool: NodePool, live: LiveRequests, retry_budget: RetryBudget) -> None:
         self._node_id = node_id
         self._pool = pool
         self._live = live
+        self._retry_budget = retry_budget
         self._incarnation = secrets.randbits(_INCARNATION_BITS)
 
     def info(self) -> mesh_pb2.NodeInfo:
@@ -41,7 +43,12 @@ class RouterReporter:
             )
             for condition in self._pool.conditions()
         ]
-        return mesh_pb2.NodeStatus(serving=self._pool.is_ready, num_running_requests=self._live.num_live, peers=peers)
+        return mesh_pb2.NodeStatus(
+            serving=self._pool.is_ready,
+            num_running_requests=self._live.num_live,
+            peers=peers,
+            num_retries=self._retry_budget.num_spent,
+        )
 
     async def clear_cache(self) -> bool:
         """A router caches nothing, so there is nothing to drop."""

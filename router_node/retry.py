@@ -53,6 +53,12 @@ class RetryBudget:
         self._ratio = ratio
         self._burst = float(burst)
         self._saved = float(burst)
+        self._num_spent = 0
+
+    @property
+    def num_spent(self) -> int:
+        """Retries that were made."""
+        return self._num_spent
 
     @property
     def num_left(self) -> int:
@@ -68,6 +74,7 @@ class RetryBudget:
         if self._saved < 1:
             return False
         self._saved -= 1
+        self._num_spent += 1
         return True
 
 

@@ -109,13 +109,14 @@ class Router:
         config = self._config
         live = LiveRequests(config.max_live_requests)
         limits = PromptLimits(max_prompt_bytes=config.max_prompt_bytes, max_stop_bytes=config.max_stop_bytes)
+        routing = self._make_routing()
         parts = RouterParts(
             model_name=config.model_name(),
             preparer=RequestPreparer(self._tokenizer, model_name=config.model_name(), limits=limits),
             live=live,
-            routing=self._make_routing(),
+            routing=routing,
         )
-        reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live)
+        reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
 

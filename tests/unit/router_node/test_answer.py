@@ -9,13 +9,14 @@ from pdmesh.v1 import decode_pb2, inference_pb2
 from unit.router_node.fakes import EOS, admitted_event, finish_event
 
 from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.request_rules import check_request_id
 from router_node.answer import LENGTH, STOP, Answer
 from router_node.request_preparation import PreparedRequest
 
 
-def _answer(tokenizer: Tokenizer, *, max_tokens: int = 10, stop: Sequence[str] = ()) -> Answer:
+def _answer(tokenizer: Tokenizer, *, max_tokens: int = 10, stop: Sequence[str] = (), request_id: str = "r") -> Answer:
     message = decode_pb2.DecodeRequest(
-        request_id="r",
+        request_id=request_id,
         token_ids=b"hi!",
         max_tokens=max_tokens,
         stop_token_ids=[EOS],
@@ -58,9 +59,24 @@ def test_the_next_attempt_asks_to_go_on_behind_what_the_client_has(tokenizer: To
     answer.take_tokens(_tokens(b"abc"), 1.0)
     request = answer.request("h:2")
     assert (bytes(request.token_ids), request.num_output_tokens, request.max_tokens) == (b"hi!abc", 3, 7)
+    # The nodes of the first attempt may still know its name.
+    assert request.request_id == "r~2"
     # All else is as it was, the seed above all.
+    request.request_id = "r"
     request.token_ids[:], request.num_output_tokens, request.max_tokens = b"hi!", 0, 10
     assert request == _answer(tokenizer).request("h:2")
+
+
+@pytest.mark.parametrize("name", ["x" * 128, "é" * 64, "x" + "é" * 63])
+def test_the_longest_names_stay_within_their_limit(tokenizer: Tokenizer, name: str) -> None:
+    answer = _answer(tokenizer, request_id=name)
+    assert answer.request("h:1").request_id == name
+    for _ in range(12):
+        answer.begin_attempt(0.0)
+    again = answer.request("h:1").request_id
+    check_request_id(again)
+    assert again.endswith("~13")
+    assert name.startswith(again.removesuffix("~13"))
 
 
 def test_a_character_that_begins_on_one_node_and_ends_on_another_is_whole(tokenizer: Tokenizer) -> None:

@@ -76,6 +76,8 @@ async def test_when_the_prefill_node_fails_only_that_node_is_replaced(
     assert first.sampling.HasField("seed")
     # Another attempt is the same request: above all its random stream is the same.
     second.prefill_address = first.prefill_address
+    assert {first.request_id, second.request_id} == {"mine", "mine~2"}
+    second.request_id = first.request_id
     assert first == second
 
 
@@ -148,6 +150,7 @@ async def test_a_mesh_in_trouble_is_spared_retries_beyond_the_budget(
     for _ in range(5):
         await router.refusal(text="hi")
     assert len(decode.requests) == 5 + 2
+    assert (await router.node.GetNodeStatus(mesh_pb2.GetNodeStatusRequest())).num_retries == 2
 
 
 async def test_an_overloaded_mesh_tells_the_client_when_to_come_back(
