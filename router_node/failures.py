@@ -26,6 +26,8 @@ class FailureKind(Enum):
 _KIND_BY_STATUS: Mapping[str, FailureKind] = MappingProxyType(
     {
         "UNAVAILABLE": FailureKind.BROKEN,
+        # No node of ours says so: gRPC does, of some connections that broke.
+        "UNKNOWN": FailureKind.BROKEN,
         "DATA_LOSS": FailureKind.BROKEN,
         # Our own caller's cancellation comes as an exception of another kind: here a node gave up that was stopped.
         "CANCELLED": FailureKind.BROKEN,

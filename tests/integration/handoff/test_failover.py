@@ -10,6 +10,9 @@ from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 from support.fake_router import FakeRouter, RoutedAnswer
 
+from node_runtime.errors import PrefillFailed
+from node_runtime.rpc import error_from_rpc
+
 PROMPT = list(range(40, 77))
 
 
@@ -177,6 +180,25 @@ async def test_with_no_other_node_the_client_hears_which_one_failed(mesh: FakeMe
         assert (await _once_it_serves_again(router)).token_ids == expected_tokens(PROMPT, 4)
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
+
+
+@pytest.mark.parametrize(("where", "blamed"), [("prefill", True), ("decode", False)])
+async def test_a_decode_node_blames_the_prefill_node_for_nothing_but_its_faults(
+    mesh: FakeMesh, where: str, blamed: bool
+) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+
+    def break_down(stage: int) -> None:
+        raise RuntimeError("secret of the kernel")
+
+    {"prefill": prefill, "decode": decode}[where].executor.before_stage = break_down
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    error = error_from_rpc(caught.value, decode.address)
+    assert isinstance(error, PrefillFailed) is blamed
+    if isinstance(error, PrefillFailed):
+        assert error.address == prefill.address
 
 
 @pytest.mark.parametrize("num_sent", [1, 4, 11])

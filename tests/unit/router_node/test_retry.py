@@ -70,6 +70,7 @@ def _refused(culprit: str) -> AttemptFailure:
         (PrefillFailed("FAILED_PRECONDITION", "differs", address="p1"), FailureKind.REFUSED, "p1"),
         (RemoteError("RESOURCE_EXHAUSTED", "full"), FailureKind.REFUSED, "d1"),
         (RequestCancelled("it was stopped"), FailureKind.BROKEN, "d1"),
+        (RemoteError("UNKNOWN", "Stream removed"), FailureKind.BROKEN, "d1"),
         (RemoteError("INTERNAL", "a defect"), FailureKind.FINAL, "d1"),
         (PrefillFailed("INTERNAL", "a defect", address="p1"), FailureKind.FINAL, "p1"),
         (InvalidRequest("token_ids: wrong"), FailureKind.FINAL, "d1"),
