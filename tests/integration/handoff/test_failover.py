@@ -120,6 +120,23 @@ async def test_a_transfer_that_fails_is_done_again(mesh: FakeMesh, num_runs: int
         await node.assert_all_blocks_return()
 
 
+async def test_a_cache_that_arrives_damaged_is_sent_again_before_the_client_sees_a_token_of_it(mesh: FakeMesh) -> None:
+    prefill = [await mesh.prefill(), await mesh.prefill()]
+    decode = await mesh.decode(*prefill, config={"verify_transfers": "all"})
+    await until(lambda: decode.node.is_ready, "the decode node has its peers")
+    async with FakeRouter(prefill=prefill, decode=[decode]) as router:
+        for _ in range(2):
+            await router.generate([1, 2], max_tokens=1)
+        mesh.fabric.flip_bit(decode.endpoint, 0)
+        answer = await router.generate(PROMPT, max_tokens=9)
+    assert answer.token_ids == expected_tokens(PROMPT, 9)
+    assert answer.finish is not None
+    assert answer.finish.num_replacements == 1
+    assert (await mesh.status(decode)).num_damaged_handoffs == 1
+    for node in (*prefill, decode):
+        await node.assert_all_blocks_return()
+
+
 async def test_a_draining_node_and_a_full_one_are_passed_by(mesh: FakeMesh) -> None:
     prefill = [await mesh.prefill(), await mesh.prefill(config={"max_waiting_requests": 1})]
     decode = [await mesh.decode(*prefill), await mesh.decode(*prefill)]
