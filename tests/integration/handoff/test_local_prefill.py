@@ -6,9 +6,14 @@ import asyncio
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 from support.fake_router import FakeRouter
+
+from node_runtime.rpc import Telemetry
 
 PROMPT = list(range(40, 77))
 FALLBACK = {"local_prefill": "fallback"}
@@ -78,6 +83,24 @@ async def test_a_node_that_prefills_nothing_itself_refuses_a_request_without_a_p
     code, message = await mesh.error(decode, [1, 2])
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "prefill_address: empty" in message
+
+
+async def test_a_trace_says_why_a_decode_node_computed_the_prompt(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("support.fake_mesh.Telemetry.off", lambda: Telemetry(provider))
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(config={**FALLBACK, "max_local_prefill_tokens": 6})
+    await mesh.generate(decode, PROMPT)
+    await mesh.generate(decode, [1, 2, 3], prefill_address=prefill.address)
+    await mesh.generate(decode, PROMPT[::-1], prefill_address=prefill.address)
+    spans = exporter.get_finished_spans()
+    requests = [span for span in spans if span.name == "pdmesh.decode.request"]
+    assert [dict(span.attributes or {}).get("pdmesh.local_prefill") for span in requests] == ["fallback", "short", None]
+    computed = [span.parent for span in spans if span.name == "pdmesh.prefill.compute"]
+    assert computed[:2] == [span.context for span in requests[:2]]
 
 
 async def test_a_fallback_node_is_ready_without_any_prefill_node(mesh: FakeMesh) -> None:

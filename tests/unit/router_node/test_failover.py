@@ -42,6 +42,13 @@ def _text(responses: Sequence[inference_pb2.GenerateResponse]) -> str:
     return "".join(response.delta.text for response in responses)
 
 
+def _retry_delay_ms(error: grpc.aio.AioRpcError) -> int:
+    metadata = dict(error.trailing_metadata() or ())
+    status, retry = status_pb2.Status.FromString(metadata["grpc-status-details-bin"]), error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(retry)
+    return retry.retry_delay.ToMilliseconds()
+
+
 @pytest.fixture
 async def others(start_node: StartNode) -> tuple[FakeNode, FakeNode]:
     """A second prefill node and a second decode node, which answers."""
@@ -161,11 +168,16 @@ async def test_an_overloaded_mesh_tells_the_client_when_to_come_back(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await router.generate(text="hi")
     assert caught.value.code() is EXHAUSTED
-    metadata = dict(caught.value.trailing_metadata() or ())
-    status, retry = status_pb2.Status.FromString(metadata["grpc-status-details-bin"]), error_details_pb2.RetryInfo()
-    assert status.details[0].Unpack(retry)
-    assert retry.retry_delay.ToMilliseconds() == 1000
+    assert _retry_delay_ms(caught.value) == 1000
     assert len(decode.requests) == 1
+
+
+async def test_without_nodes_the_client_hears_when_to_come_back(start_router: StartRouter, decode: FakeNode) -> None:
+    router = await start_router(decode, prefill=("127.0.0.1:1",))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.generate(text="hi")
+    assert caught.value.code() is UNAVAILABLE
+    assert _retry_delay_ms(caught.value) == 1000
 
 
 async def test_a_deadline_that_passes_while_nodes_fail_ends_the_request(
