@@ -24,6 +24,7 @@ from node_runtime.errors import (
     IncompatiblePeer,
     InvalidRequest,
     NodeError,
+    PeerDraining,
     PeerUnavailable,
     RemoteError,
     TransferBroken,
@@ -205,7 +206,7 @@ class PrefillPeers:
         except BaseException as error:
             entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
             await channel.close()
-            if isinstance(error, PeerUnavailable):
+            if isinstance(error, PeerUnavailable) and not isinstance(error, PeerDraining):
                 reason = f"the prefill node cannot be connected to: {error.reason}"
                 raise PeerUnavailable(error.address, reason) from None
             raise

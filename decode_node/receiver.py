@@ -21,7 +21,7 @@ from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import AcceptFirstToken, GrantOffered, PostEvents
-from node_runtime.errors import InvalidRequest, NodeError, PeerUnavailable, RemoteError
+from node_runtime.errors import InvalidRequest, NodeError, PeerDraining, PeerUnavailable, RemoteError
 from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import (
     AbortScheduling,
@@ -110,6 +110,7 @@ class IncomingHandoff:
         self._over = asyncio.Event()
         self._cached_tokens = 0
         self._was_ready = False
+        self._draining: PeerDraining | None = None
         self.ready_at_s: float | None = None
         self.outcome: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
 
@@ -193,6 +194,8 @@ class IncomingHandoff:
             self._feed(GaveUp(code=_INTERNAL, message=reason))
 
     def _broken_off(self, error: NodeError) -> StreamClosed:
+        if isinstance(error, PeerDraining):
+            self._draining = error
         if isinstance(error, PeerUnavailable):
             if not self._session.is_terminal:
                 self._on_suspect(error.reason)
@@ -260,7 +263,8 @@ class IncomingHandoff:
         self._feed(Verified(damage=damage))
 
     def _fail(self, failure: EndWithFailure) -> None:
-        error = error_from_code(failure.code, failure.message, self._peer.address)
+        # The session knows codes only; whoever places the request wants to know that it was a node that leaves.
+        error = self._draining or error_from_code(failure.code, failure.message, self._peer.address)
         if self._was_ready and failure.code == _UNAVAILABLE:
             self._on_suspect(failure.message)
         if not self.outcome.done():
@@ -277,6 +281,8 @@ def may_retry(refusal: HandoffFailedError) -> bool:
     if not refusal.is_untouched:
         return False
     error = refusal.error
+    if isinstance(error, PeerDraining):
+        return False
     return isinstance(error, PeerUnavailable) or (
         isinstance(error, RemoteError) and error.code_name == "FAILED_PRECONDITION"
     )

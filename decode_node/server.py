@@ -52,17 +52,20 @@ class DecodeNode:
         *,
         telemetry: Telemetry,
         on_fatal: Callable[[BaseException], None],
+        on_drain: Callable[[str], None],
         clock: Clock | None = None,
         peer_notice_bound_s: float = PEER_NOTICE_BOUND_S,
     ) -> None:
-        """`peer_notice_bound_s`: how long a prefill node that knows no leases may go on after its stream broke."""
+        """`on_drain` is told why the node is to stop when a caller asked it to.
+
+        `peer_notice_bound_s`: how long a prefill node that knows no leases may go on after its stream broke.
+        """
         self._peer_notice_bound_s = peer_notice_bound_s
         self._config = config
         self._core = core
         self._telemetry = telemetry
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) or 1
-        self._is_draining = False
         self._server = RpcServer(config)
         self.engine = EngineLoop(
             core.scheduler,
@@ -89,7 +92,8 @@ class DecodeNode:
             local=self._receiving.local if self._receiving else None,
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
-        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(self._make_reporter()))
+        node_service = NodeService(self._make_reporter(), self._server, on_drain)
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
 
     @property
     def address(self) -> str:
@@ -98,9 +102,7 @@ class DecodeNode:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be served now. With no prefill node configured, the first request finds out."""
-        if self._is_draining:
-            return False
+        """Whether a prompt can be computed now. With no prefill node configured, the first request finds out."""
         receiving = self._receiving
         if receiving is None or receiving.local.is_fallback:
             return True
@@ -118,7 +120,6 @@ class DecodeNode:
 
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
-        self._is_draining = True
         await self._server.stop(self._config.drain_grace_s)
         if self._receiving is not None:
             await self._receiving.remote.close()
@@ -205,6 +206,7 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
             core,
             telemetry=telemetry,
             on_fatal=lambda error: stop_request.ask(f"the engine broke down: {error}", EXIT_FAILURE),
+            on_drain=stop_request.ask,
         )
         nodes.append(node)
         await node.start()

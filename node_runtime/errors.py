@@ -77,10 +77,25 @@ class PeerUnavailable(NodeError):
         self.reason = reason
 
 
+class PeerDraining(PeerUnavailable):
+    """A node is about to leave: it refused work, or cut off what outlived its grace period. Others may take it at once.
+
+    `node_id` names the node that drains, which need not be the one that was called.
+    """
+
+    def __init__(self, address: str, reason: str, *, node_id: str) -> None:
+        super().__init__(address, reason)
+        self.node_id = node_id
+
+
 class NodeDraining(NodeError):
     """This node finishes what it has and accepts nothing new."""
 
     retry_after_s = 1.0
+
+    def __init__(self, node_id: str, message: str) -> None:
+        super().__init__(message)
+        self.node_id = node_id
 
 
 class TransferBroken(NodeError):

@@ -49,6 +49,7 @@ class StopRequest:
         self._asked = asyncio.Event()
         self._exit_code = EXIT_OK
         self._reason = ""
+        self._was_signalled = False
 
     @property
     def exit_code(self) -> int:
@@ -69,6 +70,16 @@ class StopRequest:
             self._reason, self._exit_code = reason, exit_code
             self._asked.set()
 
+    def on_signal(self, number: signal.Signals) -> None:
+        """A signal asks like anybody else; a second one leaves the process at once, whoever asked first."""
+        if self._was_signalled:
+            _log.warning("%s again: leaving at once", number.name)
+            exit_process(128 + number)
+        self._was_signalled = True
+        if self._reason:
+            _log.info("%s received, and stopping already; another one leaves at once", number.name)
+        self._ask(f"{number.name} received", EXIT_OK)
+
     async def wait(self) -> None:
         """Returns when somebody has asked."""
         await self._asked.wait()
@@ -87,7 +98,7 @@ async def run_until_stopped(
     request = stop_request or StopRequest()
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, _on_signal, request, number)
+        loop.add_signal_handler(number, request.on_signal, number)
     try:
         exit_code = await _start_and_wait(start, request)
     finally:
@@ -117,13 +128,6 @@ async def _start_and_wait(start: Callable[[], Awaitable[None]], request: StopReq
         await asyncio.gather(starting, asked, return_exceptions=True)
     _log.info("stopping: %s", request.reason)
     return request.exit_code
-
-
-def _on_signal(request: StopRequest, number: signal.Signals) -> None:
-    if request.reason:
-        _log.warning("%s again: leaving at once", number.name)
-        exit_process(128 + number)
-    request._ask(f"{number.name} received", EXIT_OK)
 
 
 def announce_ready(*, role: str, node_id: str, address: str) -> None:

@@ -397,6 +397,26 @@ def _status(
         sys.exit(EXIT_FAILURE)
 
 
+@app.command("drain", rich_help_panel=_NODES)
+def _drain(
+    address: Annotated[str, typer.Argument(metavar="<host:port>", help="Address of the node.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the node has left.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for an answer. Seconds.")
+    ] = 5,
+) -> None:
+    """Tell a node to take no new work, finish what it has and leave, as SIGTERM does."""
+    from pdmesh_cli.drain import drain_line, drain_node, wait_until_left
+
+    with _reported_failures():
+        answer = asyncio.run(drain_node(address, timeout_s=timeout_s))
+        typer.echo(drain_line(address, answer))
+        if wait:
+            left = wait_until_left(address, answer.node_id, grace_s=answer.grace_s, timeout_s=timeout_s)
+            asyncio.run(left)
+            typer.echo(f"{answer.node_id} has left")
+
+
 @app.command("version", rich_help_panel=_CLIENTS)
 def _version() -> None:
     """Print the version."""

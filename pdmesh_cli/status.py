@@ -97,6 +97,12 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
     return table
 
 
+def _state(status: mesh_pb2.NodeStatus) -> str:
+    if status.draining:
+        return "[yellow]draining[/yellow]"
+    return "[green]serving[/green]" if status.serving else "[yellow]not serving[/yellow]"
+
+
 def _cells(report: NodeReport) -> tuple[str, ...]:
     info, status = report.info, report.status
     if info is None or status is None:
@@ -110,7 +116,7 @@ def _cells(report: NodeReport) -> tuple[str, ...]:
         info.node_id,
         mesh_pb2.NodeRole.Name(info.role).removeprefix("NODE_ROLE_").lower(),
         report.address,
-        "[green]serving[/green]" if status.serving else "[yellow]not serving[/yellow]",
+        _state(status),
         info.model or "-",
         f"{status.num_waiting_requests:,}",
         f"{status.num_running_requests:,}",

@@ -40,8 +40,10 @@ class PrefillNode:
         *,
         telemetry: Telemetry,
         on_fatal: Callable[[BaseException], None],
+        on_drain: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
+        """`on_drain` is told why the node is to stop when a caller asked it to."""
         clock = clock or SystemClock()
         data_plane = core.require_data_plane()
         self._config = config
@@ -101,7 +103,8 @@ class PrefillNode:
         )
         self._server = RpcServer(config)
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.service)
-        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+        node_service = NodeService(reporter, self._server, on_drain)
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
 
     @property
     def address(self) -> str:
@@ -141,6 +144,7 @@ async def serve(config: PrefillNodeConfig) -> int:
             core,
             telemetry=telemetry,
             on_fatal=lambda error: stop_request.ask(f"the engine broke down: {error}", EXIT_FAILURE),
+            on_drain=stop_request.ask,
         )
         nodes.append(node)
         await node.start()

@@ -17,6 +17,7 @@ from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, ru
 from node_runtime.rpc import ChannelPool, NodeService, RpcServer, Telemetry
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
+from router_node.health_watch import HealthWatch
 from router_node.live_requests import LiveRequests
 from router_node.node_pool import ComputeRole, NodePool
 from router_node.placement import Placer
@@ -43,6 +44,7 @@ async def serve(config: RouterConfig) -> int:
             tokenizer,
             telemetry=telemetry,
             on_fatal=lambda error: stop_request.ask(f"discovery of nodes broke down: {error}", EXIT_FAILURE),
+            on_drain=stop_request.ask,
         )
         routers.append(router)
         await router.start()
@@ -73,10 +75,14 @@ class Router:
         *,
         telemetry: Telemetry,
         on_fatal: Callable[[BaseException], None],
+        on_drain: Callable[[str], None],
     ) -> None:
-        """`on_fatal` is told of a defect without which the router would serve an ever older picture of its nodes."""
+        """`on_fatal` is told of a defect with which the router would serve an ever older picture of its nodes,
+        `on_drain` why the router is to stop when a caller asked it to.
+        """
         self._config = config
         self._on_fatal = on_fatal
+        self._on_drain = on_drain
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._channels = ChannelPool(max_message_bytes=config.max_message_bytes)
@@ -96,7 +102,13 @@ class Router:
             on_change=self._update_health,
         )
         self._server = RpcServer(config, self._telemetry)
-        self._polling: asyncio.Task[None] | None = None
+        self._health_watch = HealthWatch(
+            self._pool.addresses,
+            self._channels,
+            retry_interval_s=config.poll_interval_s,
+            on_change=self._discovery.wake,
+        )
+        self._background: list[asyncio.Task[None]] = []
         self._is_serving = False
         self._add_services()
 
@@ -118,7 +130,7 @@ class Router:
         )
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
-        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter, self._server, self._on_drain))
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
@@ -146,21 +158,23 @@ class Router:
         await self._discovery.ask_all()
         if not self._pool.is_ready:
             _log.warning("not serving yet: %s", self._pool.describe_lack())
-        self._polling = asyncio.create_task(self._discovery.run())
-        self._polling.add_done_callback(self._end_of_polling)
+        for work in (self._discovery.run(), self._health_watch.run()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._end_of_background)
+            self._background.append(task)
 
     async def stop(self) -> None:
         """Lets running requests finish for the grace period, then stops everything. Copes with a failed start."""
         await self._server.stop(self._config.drain_grace_s)
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.wait((self._polling,))
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._channels.close()
 
-    def _end_of_polling(self, polling: asyncio.Task[None]) -> None:
-        if polling.cancelled():
+    def _end_of_background(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
             return
-        error = polling.exception()
+        error = task.exception()
         if error is not None:
             _log.error("discovery of nodes broke down", exc_info=error)
             self._on_fatal(error)

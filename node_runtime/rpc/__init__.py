@@ -13,6 +13,7 @@ from node_runtime.rpc.channel import Channel, ChannelPool, DuplexCall, connect
 from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import STATUS_BY_ERROR, code_number, error_from_code, error_from_rpc, status_of
+from node_runtime.rpc.health import watch_health
 from node_runtime.rpc.node_service import NodeReporter, NodeService
 from node_runtime.rpc.server import RpcServer
 from node_runtime.rpc.telemetry import (
@@ -50,4 +51,5 @@ __all__ = [
     "remaining_s",
     "rpc_metadata",
     "status_of",
+    "watch_health",
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Generic, NoReturn, TypeVar, cast
@@ -25,7 +27,7 @@ from node_runtime.errors import (
 )
 from node_runtime.log_context import call_scope
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
-from node_runtime.rpc.errors import detail_of, status_of
+from node_runtime.rpc.errors import detail_of, status_of, trailers_of
 from node_runtime.rpc.status_details import make_details
 from node_runtime.rpc.telemetry import Telemetry
 
@@ -35,6 +37,8 @@ ResultT = TypeVar("ResultT")
 
 # The servicers of gRPC itself. Their streams stay open for as long as the client likes, so no deadline is put on them.
 _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
+# Questions about the node itself: answered until the end, and never what a drain waits for.
+_ABOUT_THE_NODE = "/pdmesh.v1.Node/"
 
 _log = logging.getLogger("pdmesh.rpc")
 
@@ -61,27 +65,46 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._node_id = node_id
         self._default_deadline_s = default_deadline_s
         self._telemetry = telemetry
-        self._running: set[asyncio.Task[object]] = set()
+        self._running: dict[asyncio.Task[object], str] = {}
         self._evicted: set[asyncio.Task[object]] = set()
         self._is_draining = False
 
     @property
     def num_running(self) -> int:
-        """Calls being served, those of gRPC's own services not counted."""
+        """Calls being served, those of gRPC's own services and of the Node service not counted."""
         return len(self._running)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new calls are refused."""
+        return self._is_draining
+
+    def begin_drain(self) -> None:
+        """Refuses new calls from now on, those of the Node service excepted."""
+        self._is_draining = True
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new calls and waits for the running ones; what still runs after `grace_s` ends in UNAVAILABLE."""
-        self._is_draining = True
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=grace_s)
+        self.begin_drain()
+        if not self._running:
+            return
+        began_s, num_calls = time.monotonic(), len(self._running)
+        _log.info("draining: waiting for %s, at most %g s", self._describe_running(), grace_s)
+        await asyncio.wait(set(self._running), timeout=grace_s)
         late = set(self._running)
-        self._evicted |= late
-        for task in late:
-            task.cancel()
         if late:
-            _log.warning("%d calls outlived the grace period of %g s and were cut off", len(late), grace_s)
+            described = self._describe_running()
+            _log.warning("%s outlived the grace period of %g s and were cut off", described, grace_s)
+            self._evicted |= late
+            for task in late:
+                task.cancel()
             await asyncio.wait(late, timeout=1.0)
+        waited_s = time.monotonic() - began_s
+        _log.info("drained in %.1f s: %d of %d calls finished", waited_s, num_calls - len(late), num_calls)
+
+    def _describe_running(self) -> str:
+        by_method = sorted(Counter(self._running.values()).items())
+        return ", ".join(f"{count} {method.removeprefix('/')}" for method, count in by_method)
 
     async def intercept_service(
         self,
@@ -101,12 +124,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
     ) -> ResultT:
         """Runs one handler to its end and turns whatever it raises into a status."""
         task = cast("asyncio.Task[object]", asyncio.current_task())
-        self._running.add(task)
+        if not details.method.startswith(_ABOUT_THE_NODE):
+            self._running[task] = details.method
         try:
             with call_scope(), self._telemetry.continued(details.invocation_metadata):
                 return await self._run_bounded(body, transport, details.method)
         finally:
-            self._running.discard(task)
+            self._running.pop(task, None)
             self._evicted.discard(task)
 
     async def _run_bounded(
@@ -119,8 +143,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         limit_s = self._default_deadline_s if asked_s is None else asked_s
         timeout = asyncio.timeout(limit_s)
         try:
-            if self._is_draining:
-                raise NodeDraining(f"node {self._node_id} is draining")
+            if self._is_draining and not method.startswith(_ABOUT_THE_NODE):
+                raise NodeDraining(self._node_id, f"node {self._node_id} is draining")
             with deadline_within(limit_s):
                 async with timeout:
                     return await body(ServerCall(transport.peer()))
@@ -140,7 +164,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         task = cast("asyncio.Task[object]", asyncio.current_task())
         if task in self._evicted:
             task.uncancel()
-            await _refuse(transport, method, NodeDraining(f"node {self._node_id} stopped before the call was done"))
+            message = f"node {self._node_id} stopped before the call was done"
+            await _refuse(transport, method, NodeDraining(self._node_id, message))
         if task.cancelling():
             _log.info("%s cancelled by the caller", method)
             raise asyncio.CancelledError
@@ -152,7 +177,7 @@ async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], method:
     code = status_of(error)
     _log.info("%s ended in %s: %s", method, code.name, error)
     message = detail_of(error)
-    await transport.abort(code, message, make_details(error, code.value[0], message))
+    await transport.abort(code, message, (*make_details(error, code.value[0], message), *trailers_of(error)))
 
 
 class _GuardedHandler(Generic[RequestT, ResponseT]):

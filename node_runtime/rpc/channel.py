@@ -125,8 +125,8 @@ class DuplexCall(Generic[RequestT, ResponseT]):
         code = await self._call.code()
         if code is grpc.StatusCode.OK:
             return PeerUnavailable(self._address, "the peer ended the stream")
-        details, trailing = await self._call.details(), await self._call.trailing_metadata()
-        return error_from_rpc(grpc.aio.AioRpcError(code, trailing_metadata=trailing, details=details), self._address)
+        details, trailers = await self._call.details(), await self._call.trailing_metadata()
+        return error_from_rpc(grpc.aio.AioRpcError(code, trailing_metadata=trailers, details=details), self._address)
 
 
 def connect(address: str, *, max_message_bytes: int) -> Channel:

@@ -26,6 +26,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.RequestTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+        errors.PeerDraining: grpc.StatusCode.UNAVAILABLE,
         errors.NodeDraining: grpc.StatusCode.UNAVAILABLE,
         errors.TransferBroken: grpc.StatusCode.UNAVAILABLE,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -70,6 +71,17 @@ def detail_of(error: NodeError) -> str:
     return encoded.decode()
 
 
+# Trailing metadata of a refusal by a node that drains; the value is the node's id.
+DRAINING_KEY = "pdmesh-draining"
+
+
+def trailers_of(error: NodeError) -> tuple[tuple[str, str], ...]:
+    """What the status of `error` says to programs, beside the message for people."""
+    if isinstance(error, errors.NodeDraining | errors.PeerDraining):
+        return ((DRAINING_KEY, error.node_id),)
+    return ()
+
+
 def code_number(error: BaseException) -> int:
     """The canonical number of the status that `error` becomes, as `Failed.code` carries it."""
     number: int = status_of(error).value[0]
@@ -94,10 +106,13 @@ def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
     message = error.details() or "no details given"
     if message.startswith(_DIALLING_FAILED):
         message = CANNOT_CONNECT + message.rstrip("].").rsplit(": ", 1)[-1]
-    details = read_details(error.trailing_metadata() or ())
+    trailers = tuple(error.trailing_metadata() or ())
+    details, draining = read_details(trailers), dict(trailers).get(DRAINING_KEY)
     made: NodeError
     if details.prefill_address is not None:
         made = PrefillFailed(error.code().name, message, address=details.prefill_address)
+    elif error.code() is grpc.StatusCode.UNAVAILABLE and isinstance(draining, str):
+        made = errors.PeerDraining(address, message, node_id=draining)
     else:
         made = _error_for(error.code(), message, address)
     made.retry_after_s = details.retry_after_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from pdmesh.v1 import mesh_pb2
 
 from node_runtime.errors import NodeBusy
 from node_runtime.rpc.context import RpcContext
+from node_runtime.rpc.server import RpcServer
 
 
 class NodeReporter(Protocol):
@@ -29,16 +31,34 @@ class NodeReporter(Protocol):
 class NodeService:
     """Servicer of pdmesh.v1.Node."""
 
-    def __init__(self, reporter: NodeReporter) -> None:
+    def __init__(self, reporter: NodeReporter, server: RpcServer, on_drain: Callable[[str], None]) -> None:
+        """`server` is the one that serves this; `on_drain` is told, once or more, why the node is to stop."""
         self._reporter = reporter
+        self._server = server
+        self._on_drain = on_drain
 
     async def GetNodeInfo(self, request: mesh_pb2.GetNodeInfoRequest, context: RpcContext) -> mesh_pb2.NodeInfo:
         return self._reporter.info()
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: RpcContext) -> mesh_pb2.NodeStatus:
-        return await self._reporter.status()
+        status = await self._reporter.status()
+        if self._server.is_draining:
+            status.serving, status.draining = False, True
+        return status
 
     async def ClearCache(self, request: mesh_pb2.ClearCacheRequest, context: RpcContext) -> mesh_pb2.ClearCacheResponse:
         if not await self._reporter.clear_cache():
             raise NodeBusy("the cache cannot be cleared while requests or transfers are live")
         return mesh_pb2.ClearCacheResponse()
+
+    async def Drain(self, request: mesh_pb2.DrainRequest, context: RpcContext) -> mesh_pb2.DrainResponse:
+        server = self._server
+        was_draining = server.is_draining
+        await server.begin_drain()
+        self._on_drain(f"told to drain by {context.peer()}")
+        return mesh_pb2.DrainResponse(
+            node_id=server.node_id,
+            was_draining=was_draining,
+            num_running_calls=server.num_running_calls,
+            grace_s=server.drain_grace_s,
+        )

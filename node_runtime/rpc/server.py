@@ -42,8 +42,23 @@ class RpcServer:
 
     @property
     def num_running_calls(self) -> int:
-        """Calls being served, health and reflection not counted."""
+        """Calls being served, those of health, reflection and the Node service not counted."""
         return self._guard.num_running
+
+    @property
+    def node_id(self) -> str:
+        """Name of the node that serves."""
+        return self._config.node_id
+
+    @property
+    def drain_grace_s(self) -> float:
+        """How long running calls may go on once the node drains."""
+        return self._config.drain_grace_s
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new calls are refused."""
+        return self._guard.is_draining
 
     @property
     def port(self) -> int:
@@ -86,17 +101,25 @@ class RpcServer:
         return self._port
 
     def set_serving(self, is_serving: bool) -> None:
-        """Sets the health of the node and all its services. Requires `start`; without effect after `stop`."""
+        """Sets the health of the node and all its services. Requires `start`; without effect once it drains."""
         if self._health is None:
             raise RuntimeError("set_serving before start")
         self._health.set_serving(is_serving)
 
+    async def begin_drain(self) -> None:
+        """Refuses new calls and is NOT_SERVING from now on; those who watch have been told when it returns. Questions
+        about the node itself are answered on. Idempotent.
+        """
+        self._guard.begin_drain()
+        if self._health is not None:
+            await self._health.shut_down()
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones finish for `grace_s`, then ends them with UNAVAILABLE. Idempotent."""
+        await self.begin_drain()
         server, self._server = self._server, None
-        if server is None or self._health is None:
+        if server is None:
             return
-        await self._health.shut_down()
         await self._guard.drain(grace_s)
         # No call of ours is left; those who watch the health get the time to hear of it.
         await server.stop(grace=_FAREWELL_S)

@@ -86,6 +86,7 @@ class FakeMesh:
         """`make_core(role, fabric=..., **settings)` builds what a node computes with."""
         self._make_core = make_core
         self.fabric = MemoryFabric()
+        self.drains: list[str] = []
         self._nodes: list[FakeNode] = []
         self._channels: list[grpc.aio.Channel] = []
         self._num_requests = 0
@@ -94,7 +95,9 @@ class FakeMesh:
         made = self._make_core(Role.PREFILL, fabric=self.fabric, **core)
         settings = PrefillNodeConfig(model="fake", port=port, drain_grace_s=5.0, **(config or {}))
         fatal: list[BaseException] = []
-        node = PrefillNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append)
+        node = PrefillNode(
+            settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append, on_drain=self.drains.append
+        )
         return await self._started(FakeNode(node, made, fatal))
 
     async def decode(
@@ -107,14 +110,25 @@ class FakeMesh:
         )
         fatal: list[BaseException] = []
         # One process: a stream breaks on both sides at once.
-        node = DecodeNode(settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append, peer_notice_bound_s=0.0)
+        node = DecodeNode(
+            settings,
+            made,
+            telemetry=Telemetry.off(),
+            on_fatal=fatal.append,
+            on_drain=self.drains.append,
+            peer_notice_bound_s=0.0,
+        )
         return await self._started(FakeNode(node, made, fatal))
 
     async def fused(self, **core: object) -> FakeNode:
         made = self._make_core(Role.FUSED, **core)
         fatal: list[BaseException] = []
         node = DecodeNode(
-            FusedNodeConfig(model="fake", drain_grace_s=5.0), made, telemetry=Telemetry.off(), on_fatal=fatal.append
+            FusedNodeConfig(model="fake", drain_grace_s=5.0),
+            made,
+            telemetry=Telemetry.off(),
+            on_fatal=fatal.append,
+            on_drain=self.drains.append,
         )
         return await self._started(FakeNode(node, made, fatal))
 

@@ -42,6 +42,7 @@ class FakeRouter:
             make_tokenizer(vocab_size=VOCAB_SIZE, context_tokens=256),
             telemetry=Telemetry.off(),
             on_fatal=pytest.fail,
+            on_drain=pytest.fail,
         )
 
     async def __aenter__(self) -> FakeRouter:

@@ -90,6 +90,7 @@ class Probe:
     server: RpcServer
     channel: Channel
     address: str
+    drains: list[str]
 
     @property
     def decode(self) -> decode_pb2_grpc.DecodeAsyncStub:
@@ -116,7 +117,10 @@ async def serving(
 ) -> AsyncIterator[Probe]:
     """Serves on a free port for the time of the block."""
     server = RpcServer(config or NodeConfig(node_id="probe"), telemetry or Telemetry.off())
-    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter or FixedReporter()))
+    drains: list[str] = []
+    server.add(
+        mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter or FixedReporter(), server, drains.append)
+    )
     if decode is not None:
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
     if prefill is not None:
@@ -124,7 +128,7 @@ async def serving(
     port = await server.start()
     channel = connect(f"127.0.0.1:{port}", max_message_bytes=client_max_message_bytes)
     try:
-        yield Probe(server=server, channel=channel, address=f"127.0.0.1:{port}")
+        yield Probe(server=server, channel=channel, address=f"127.0.0.1:{port}", drains=drains)
     finally:
         await channel.close()
         await server.stop(0)

@@ -19,7 +19,7 @@ from node_runtime.lifecycle import READY_FILE_VARIABLE, StopRequest, announce_re
 
 NODE = """
 import asyncio, atexit, sys
-from node_runtime.lifecycle import announce_ready, run_node, run_until_stopped, setup_logging
+from node_runtime.lifecycle import StopRequest, announce_ready, run_node, run_until_stopped, setup_logging
 
 async def start():
     {start}
@@ -32,7 +32,9 @@ async def stop():
     print("stopped", flush=True)
 
 async def main():
-    return await run_until_stopped(start, stop)
+    global request
+    request = StopRequest()
+    return await run_until_stopped(start, stop, request)
 
 atexit.register(lambda: print("interpreter exit", flush=True))
 setup_logging("decode-1")
@@ -44,6 +46,7 @@ run_node(main())
 def running_node(start: str = "pass", stop: str = "pass") -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", NODE.format(start=start, stop=stop)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,6 +84,20 @@ def test_a_second_signal_leaves_at_once() -> None:
         assert out == ""
         assert process.returncode == 128 + signal.SIGTERM
         assert "SIGTERM again: leaving at once" in err
+
+
+def test_a_signal_to_a_node_that_stops_already_is_no_second_signal() -> None:
+    stop = "await asyncio.to_thread(sys.stdin.readline)"
+    with running_node(start="request.ask('told to drain')", stop=stop) as process:
+        assert [line_from(process), line_from(process)] == ["started", "stopping"]
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "SIGTERM received, and stopping already" in line:
+                break
+        out, _ = process.communicate("go on\n")
+        assert out.split() == ["stopped"]
+        assert process.returncode == 0
 
 
 def test_a_signal_during_start_cancels_it_and_still_cleans_up() -> None:

@@ -47,7 +47,8 @@ def test_no_operating_error_becomes_ok() -> None:
         (errors.QueueFull("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.RequestTooLarge("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.PeerUnavailable("h:1", "x"), grpc.StatusCode.UNAVAILABLE),
-        (errors.NodeDraining("x"), grpc.StatusCode.UNAVAILABLE),
+        (errors.PeerDraining("h:1", "x", node_id="n"), grpc.StatusCode.UNAVAILABLE),
+        (errors.NodeDraining("n", "x"), grpc.StatusCode.UNAVAILABLE),
         (errors.TransferBroken("x"), grpc.StatusCode.UNAVAILABLE),
         (errors.DeadlineExceeded("x"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (errors.RequestCancelled("x"), grpc.StatusCode.CANCELLED),
@@ -137,7 +138,7 @@ def test_who_is_to_blame_survives_the_way_to_the_caller() -> None:
     ("error", "retry_after_s"),
     [
         (errors.QueueFull("full"), 1.0),
-        (errors.NodeDraining("draining"), 1.0),
+        (errors.NodeDraining("n", "draining"), 1.0),
         (errors.RequestTooLarge("for ever"), None),
         (errors.InvalidRequest("wrong"), None),
     ],

@@ -65,11 +65,6 @@ def generate(probe: Probe, timeout_s: float = 10.0) -> AsyncIterator[decode_pb2.
     return probe.channel.server_stream(probe.decode.Generate, decode_pb2.DecodeRequest(), timeout_s=timeout_s)
 
 
-async def ask_until_refused(probe: Probe) -> None:
-    while True:
-        await probe.channel.unary(probe.node.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=10)
-
-
 async def test_a_stream_arrives_whole_and_in_order() -> None:
     async with serving(decode=ScriptedDecode(two_responses)) as probe:
         stream = generate(probe)
@@ -381,35 +376,6 @@ async def test_clearing_the_cache_of_a_busy_node_is_a_failed_precondition() -> N
         with pytest.raises(errors.RemoteError, match="while requests or transfers are live") as caught:
             await probe.channel.unary(probe.node.ClearCache, mesh_pb2.ClearCacheRequest(), timeout_s=10)
         assert caught.value.code_name == "FAILED_PRECONDITION"
-
-
-async def test_stopping_lets_a_running_call_finish_and_refuses_new_ones() -> None:
-    may_finish = asyncio.Event()
-
-    async def body(request: decode_pb2.DecodeRequest, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        yield tokens(1)
-        await may_finish.wait()
-        yield tokens(2)
-
-    async with serving(decode=ScriptedDecode(body)) as probe:
-        running = generate(probe, 60)
-        assert await anext(running) == tokens(1)
-        stopping = asyncio.create_task(probe.server.stop(60))
-        with pytest.raises(errors.PeerUnavailable, match="node probe is draining"):
-            await ask_until_refused(probe)
-        may_finish.set()
-        assert [response async for response in running] == [tokens(2)]
-        await stopping
-
-
-async def test_calls_that_outlive_the_grace_period_end_in_unavailable() -> None:
-    async with serving(decode=ScriptedDecode(one_response_then_never)) as probe:
-        running = generate(probe, 60)
-        assert await anext(running) == tokens(1)
-        stopping = asyncio.create_task(probe.server.stop(0))
-        with pytest.raises(errors.PeerUnavailable, match="node probe stopped before the call was done"):
-            await anext(running)
-        await stopping
 
 
 async def test_a_refused_connection_is_unavailable_at_once_and_names_the_address() -> None:

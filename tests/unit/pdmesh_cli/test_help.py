@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pdmesh_cli.main import app
 
 _GOLDEN = Path(__file__).parent / "golden"
-_COMMANDS = ("", "router", "prefill", "decode", "fused", "up", "demo", "plan", "generate", "status", "version")
+_COMMANDS = ("", "router", "prefill", "decode", "fused", "up", "demo", "plan", "generate", "status", "drain", "version")
 
 
 @pytest.fixture(autouse=True)

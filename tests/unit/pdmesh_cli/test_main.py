@@ -74,7 +74,7 @@ async def router() -> AsyncIterator[tuple[EchoRouter, str]]:
     servicer = EchoRouter()
     server = RpcServer(NodeConfig(node_id="router-7"))
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
-    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(Reporter()))
+    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(Reporter(), server, [].append))
     port = await server.start()
     yield servicer, f"127.0.0.1:{port}"
     await server.stop(grace_s=0)

@@ -34,7 +34,7 @@ class Reporter:
 async def node() -> AsyncIterator[tuple[Reporter, str]]:
     reporter = Reporter()
     server = RpcServer(NodeConfig(node_id="router"))
-    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter))
+    server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter, server, [].append))
     yield reporter, f"127.0.0.1:{await server.start()}"
     await server.stop(grace_s=0)
 

@@ -55,7 +55,11 @@ async def start_router(tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
         listed = {name: tuple(node.address for node in nodes if node.role == role) for name, role in roles.items()}
         values = {"model": "tiny.gguf", "idle_poll_interval_s": 600, "drain_grace_s": 0, **listed, **settings}
         router = Router(
-            RouterConfig.model_validate(values), tokenizer, telemetry=telemetry or Telemetry.off(), on_fatal=pytest.fail
+            RouterConfig.model_validate(values),
+            tokenizer,
+            telemetry=telemetry or Telemetry.off(),
+            on_fatal=pytest.fail,
+            on_drain=pytest.fail,
         )
         await router.start()
         channel = grpc.aio.insecure_channel(router.address)

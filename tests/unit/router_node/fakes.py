@@ -120,6 +120,9 @@ class FakeNode:
     async def ClearCache(self, request: mesh_pb2.ClearCacheRequest, context: object) -> mesh_pb2.ClearCacheResponse:
         return mesh_pb2.ClearCacheResponse()
 
+    async def Drain(self, request: mesh_pb2.DrainRequest, context: object) -> mesh_pb2.DrainResponse:
+        return mesh_pb2.DrainResponse()
+
     async def Generate(
         self,
         request: decode_pb2.DecodeRequest,
