@@ -1,0 +1,36 @@
+"""Connections that are reset, and a network that swallows everything, between the router and some of its nodes."""
+
+from __future__ import annotations
+
+import random
+
+from integration.chaos.field import PROXIED, Field, Load
+from support.processes import wait_until
+
+
+def test_connections_that_are_reset_again_and_again_change_no_text(field: Field) -> None:
+    drawn = random.Random("reset")
+    with Load(field, seed=drawn.randrange(1000)) as load:
+        for _ in range(8):
+            load.wait_for_tokens(drawn.randrange(20, 600))
+            field.proxies[drawn.choice(PROXIED)].reset()
+        field.wait_until_whole()
+        load.wait_for_tokens(500)
+    load.assert_only_excusable()
+
+
+def test_nodes_behind_a_network_that_swallows_everything_are_left_out_and_taken_back(field: Field) -> None:
+    with Load(field, seed=5) as load:
+        load.wait_for_tokens(500)
+        for name in PROXIED:
+            field.proxies[name].go_silent()
+        for name in PROXIED:
+            wait_until(
+                lambda name=name: field.peer_state(name) != "ready", 60.0, f"the router knows that {name} is cut off"
+            )
+        load.wait_for_tokens(500)
+        for name in PROXIED:
+            field.proxies[name].forward()
+        field.wait_until_whole()
+        load.wait_for_tokens(1000)
+    load.assert_only_excusable()

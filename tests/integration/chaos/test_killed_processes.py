@@ -1,0 +1,46 @@
+"""kill -9 under load, of each role, and a successor at the same address."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from grpc_health.v1 import health_pb2
+from integration.chaos.field import ROUTER, Field, Load
+from support.processes import wait_until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_compute_node_costs_at_most_its_own_requests_until_its_successor_takes_its_place(
+    field: Field, role: str
+) -> None:
+    drawn = random.Random(f"kill {role}")
+    victim, other = drawn.sample([f"{role}-0", f"{role}-1"], 2)
+    with Load(field, seed=drawn.randrange(1000)) as load:
+        load.wait_for_tokens(drawn.randrange(100, 2000))
+        field.kill(victim)
+        wait_until(lambda: field.peer_state(victim) != "ready", 20.0, f"the router knows that {victim} is gone")
+        # Neither the router nor the nodes beside the dead one call themselves ill.
+        assert field.nodes[ROUTER].health() == SERVING
+        assert field.nodes[other].health() == SERVING
+        load.wait_for_tokens(1000)
+        field.restart(victim)
+        field.wait_until_whole()
+        load.wait_for_tokens(1000)
+    load.assert_only_excusable()
+
+
+def test_a_killed_router_ends_the_streams_of_its_clients_and_frees_the_nodes_and_its_successor_serves_on(
+    field: Field,
+) -> None:
+    drawn = random.Random("kill router")
+    with Load(field, seed=drawn.randrange(1000)) as load:
+        load.wait_for_tokens(drawn.randrange(100, 2000))
+        field.kill(ROUTER)
+        field.wait_until_idle()
+        field.restart(ROUTER)
+        field.wait_until_whole()
+        load.wait_for_tokens(1000)
+    load.assert_only_excusable()
