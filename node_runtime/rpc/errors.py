@@ -99,6 +99,9 @@ def error_from_code(number: int, message: str, address: str) -> NodeError:
 # How gRPC begins its account of a connection that never came to be; the cause is at its end.
 _DIALLING_FAILED = ("failed to connect to all addresses", "errors resolving", "connections to all backends failing")
 CANNOT_CONNECT = "cannot connect: "
+# What grpcio reports as INTERNAL, in the place of the call's own status, when a write met a call that the peer or the
+# network had just ended.
+_WRITE_MET_THE_END = "Internal error from Core"
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
@@ -106,6 +109,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
     message = error.details() or "no details given"
     if message.startswith(_DIALLING_FAILED):
         message = CANNOT_CONNECT + message.rstrip("].").rsplit(": ", 1)[-1]
+    if error.code() is grpc.StatusCode.INTERNAL and message == _WRITE_MET_THE_END:
+        return errors.PeerUnavailable(address, "the call ended while it was being written to")
     trailers = tuple(error.trailing_metadata() or ())
     details, draining = read_details(trailers), dict(trailers).get(DRAINING_KEY)
     made: NodeError

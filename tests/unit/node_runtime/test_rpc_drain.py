@@ -12,7 +12,7 @@ from pdmesh.v1 import decode_pb2, handoff_pb2, mesh_pb2, prefill_pb2
 
 from node_runtime import errors
 from node_runtime.config import NodeConfig
-from node_runtime.rpc import RpcContext, watch_health
+from node_runtime.rpc import DuplexCall, RpcContext, watch_health
 from tests.unit.node_runtime.probe_service import FixedReporter, Probe, ScriptedDecode, ScriptedPrefill, serving
 
 Requests = AsyncIterator[handoff_pb2.HandoffRequest]
@@ -94,6 +94,25 @@ async def test_a_stream_both_ways_hears_that_the_node_drains_where_it_reads_and_
                 await anext(aiter(call))
             with pytest.raises(errors.PeerDraining, match="node probe is draining"):
                 await call.send(handoff_pb2.HandoffRequest())
+
+
+async def test_a_refusal_that_meets_a_write_is_never_taken_for_a_defect_of_the_peer() -> None:
+    async def send_for_ever(call: DuplexCall[handoff_pb2.HandoffRequest, handoff_pb2.HandoffResponse]) -> None:
+        while True:
+            await call.send(handoff_pb2.HandoffRequest())
+
+    async def one_call(probe: Probe) -> None:
+        async with probe.channel.duplex(probe.prefill.Handoff, timeout_s=30) as call:
+            sending = asyncio.create_task(send_for_ever(call))
+            with pytest.raises(errors.PeerUnavailable):
+                await anext(aiter(call))
+            with pytest.raises(errors.PeerUnavailable):
+                await sending
+
+    async with serving(prefill=ScriptedPrefill(never_called)) as probe:
+        await probe.server.begin_drain()
+        for _ in range(20):
+            await asyncio.gather(*(one_call(probe) for _ in range(5)))
 
 
 async def test_a_refusal_by_a_node_further_on_still_names_the_node_that_drains() -> None:

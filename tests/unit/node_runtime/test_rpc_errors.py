@@ -86,6 +86,13 @@ def test_connection_level_statuses_come_back_as_errors_of_their_own(
     assert "10.0.0.7:5000" in error.message
 
 
+def test_a_write_that_met_the_end_of_its_call_is_no_defect_of_the_peer() -> None:
+    internal = grpc.StatusCode.INTERNAL
+    error = error_from_rpc(grpc.aio.AioRpcError(internal, details="Internal error from Core"), "h:1")
+    assert type(error) is errors.PeerUnavailable
+    assert status_of(error_from_rpc(grpc.aio.AioRpcError(internal, details="its own"), "h:1")) is internal
+
+
 @pytest.mark.parametrize(
     "code",
     [code for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")],
