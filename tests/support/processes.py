@@ -21,7 +21,16 @@ START_TIMEOUT_S = 90.0
 class NodeProcess:
     """One `pdmesh <role>` process."""
 
-    def __init__(self, role: str, arguments: Sequence[str], folder: Path, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        name: str | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix`: words before the command that become this process, such as those that enter a namespace."""
         self.name = name or role
         self.log_path = folder / f"{self.name}.log"
         ready_path = folder / f"{self.name}.ready"
@@ -30,7 +39,7 @@ class NodeProcess:
         own = {"PDMESH_READY_FILE": str(ready_path), "PDMESH_PARENT_PID": str(os.getpid())}
         self.log = self.log_path.open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdmesh_cli.main", role, *arguments],
+            [*prefix, sys.executable, "-m", "pdmesh_cli.main", role, *arguments],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **own},

@@ -1,6 +1,7 @@
 """A mesh that is there to be broken: processes that come back at their addresses, clients that check every token.
 
-One prefill and one decode node are reached through a proxy that can break their connections.
+One prefill and one decode node are reached through a proxy that can break their connections. Where the machine allows
+it, that prefill node lives in a network of its own, whose cable can be cut: then its data plane hears nothing either.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import TracebackType
 
 import grpc
 from support.mesh import Answer, Client, is_quiet
+from support.namespace import Namespace
 from support.processes import NodeProcess, wait_until
 from support.tcp_proxy import TcpProxy
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -27,6 +29,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 COMPUTE = ("--memory", "8MiB", "--num-threads", "1", "--prefix-granularity", "16", "--token-budget", "64")
 COMPUTE_NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 PROXIED = ("prefill-1", "decode-1")
+APART = "prefill-1"
 ROUTER = "router"
 # What a request may take in a mesh of which half is gone and whose processors are shared; a hang is longer.
 DEADLINE_S = 40.0
@@ -64,6 +67,7 @@ class Field:
         self._folder = folder
         self._model = str(write_tiny_checkpoint(folder / "model"))
         self._ports = {name: unused_port() for name in (*COMPUTE_NODES, ROUTER)}
+        self.cable = Namespace.make()
         self.proxies = {name: TcpProxy(self._own_address(name)) for name in PROXIED}
         # Kept until the end: the kernel ends a process together with the thread that started it.
         self._starters = ThreadPoolExecutor(len(self._ports))
@@ -92,7 +96,9 @@ class Field:
     def start(self, name: str) -> NodeProcess:
         """A process of that name at the address that its predecessor had."""
         generation = sum(node.name.startswith(f"{name}.") for node in self._past)
-        node = NodeProcess(name.split("-")[0], self._arguments(name), self._folder, name=f"{name}.{generation}")
+        prefix = self.cable.prefix if self.cable is not None and name == APART else ()
+        role, log_name = name.split("-")[0], f"{name}.{generation}"
+        node = NodeProcess(role, self._arguments(name), self._folder, name=log_name, prefix=prefix)
         self.nodes[name] = node
         self._past.append(node)
         return node
@@ -148,7 +154,7 @@ class Field:
         self.wait_until_whole()
         with self.client() as client:
             for name in ("shared", "chunks"):
-                assert self._ask(client, name).token_ids == self.expected[name], name
+                wait_until(lambda name=name: self._is_answered(client, name), 40.0, f'"{name}" is answered')
         self.wait_until_idle()
         for name in COMPUTE_NODES:
             node = self.nodes[name]
@@ -158,12 +164,19 @@ class Field:
         for node in self._past:
             assert "Traceback" not in node.log_text(), f"{node.name}:\n{node.log_text()}"
 
+    def _is_answered(self, client: Client, name: str) -> bool:
+        """Raises grpc.RpcError where the mesh has yet to find out that a link is broken, never returns a wrong text."""
+        tokens = self._ask(client, name).token_ids
+        assert tokens == self.expected[name], f"{name}: {tokens}"
+        return True
+
     def _ask(self, client: Client, name: str) -> Answer:
         prompt, num_tokens = PROMPTS[name]
         return client.generate(DEADLINE_S, token_ids=prompt, max_tokens=num_tokens, ignore_eos=True)
 
     def _arguments(self, name: str) -> list[str]:
-        arguments = ["--model", self._model, "--port", str(self._ports[name]), "--node-id", name]
+        arguments = ["--model", self._model, "--node-id", name]
+        arguments += ["--host", self._host(name), "--port", str(self._ports[name])]
         if name == ROUTER:
             listed = [(node.split("-")[0], self._address(node)) for node in COMPUTE_NODES]
             return [*arguments, *(word for role, address in listed for word in (f"--{role}", address))]
@@ -174,7 +187,12 @@ class Field:
         return [*arguments, *COMPUTE]
 
     def _own_address(self, name: str) -> str:
-        return f"127.0.0.1:{self._ports[name]}"
+        return f"{self._host(name)}:{self._ports[name]}"
+
+    def _host(self, name: str) -> str:
+        if self.cable is None:
+            return "127.0.0.1"
+        return self.cable.inner if name == APART else self.cable.outer
 
     def _address(self, name: str) -> str:
         """Under which others reach the node."""
@@ -190,6 +208,8 @@ class Field:
         for proxy in self.proxies.values():
             proxy.__exit__(None, None, None)
         self._starters.shutdown()
+        if self.cable is not None:
+            self.cable.remove()
 
 
 @dataclass

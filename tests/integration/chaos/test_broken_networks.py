@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from integration.chaos.field import PROXIED, Field, Load
+import pytest
+from integration.chaos.field import APART, PROXIED, Field, Load
 from support.processes import wait_until
 
 
@@ -31,6 +32,23 @@ def test_nodes_behind_a_network_that_swallows_everything_are_left_out_and_taken_
         load.wait_for_tokens(500)
         for name in PROXIED:
             field.proxies[name].forward()
+        field.wait_until_whole()
+        load.wait_for_tokens(1000)
+    load.assert_only_excusable()
+
+
+def test_a_prefill_node_whose_writes_and_words_are_swallowed_is_left_out_and_taken_back(field: Field) -> None:
+    cable = field.cable
+    if cable is None:
+        pytest.skip("this machine allows no network namespaces")
+    with Load(field, seed=6, num_clients=12) as load:
+        load.wait_for_tokens(500)
+        cable.cut()
+        try:
+            wait_until(lambda: field.peer_state(APART) != "ready", 60.0, f"the router knows that {APART} is cut off")
+            load.wait_for_tokens(500)
+        finally:
+            cable.mend()
         field.wait_until_whole()
         load.wait_for_tokens(1000)
     load.assert_only_excusable()
