@@ -107,9 +107,11 @@ class Field:
         """SIGKILL."""
         self.nodes[name].kill()
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str) -> NodeProcess:
         """Another process in the place of one that has ended; returns when it serves."""
-        self.start(name).wait_serving()
+        node = self.start(name)
+        node.wait_serving()
+        return node
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:

@@ -29,6 +29,12 @@ def test_nodes_behind_a_network_that_swallows_everything_are_left_out_and_taken_
             wait_until(
                 lambda name=name: field.peer_state(name) != "ready", 60.0, f"the router knows that {name} is cut off"
             )
+        # A decode node looks after its way to each prefill node by itself.
+        wait_until(
+            lambda: [peer.state for peer in field.nodes["decode-0"].status().peers] == ["ready", "suspect"],
+            60.0,
+            "decode-0 knows which prefill node it cannot reach",
+        )
         load.wait_for_tokens(500)
         for name in PROXIED:
             field.proxies[name].forward()
