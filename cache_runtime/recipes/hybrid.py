@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.base import CacheLayerType
+from cache_runtime.recipes.partition import HeadSection, TensorRank
 from cache_runtime.recipes.plan import CacheLayout
 from cache_runtime.recipes.rows import RowsCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, layer_field_id
@@ -23,16 +24,31 @@ STATE_GROUP_ID = CacheLayerType.STATE.value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateField:
-    """One tensor of a layer's state: field `layers.{i}.{name}`, `block_shape` per snapshot.
+    """One tensor of a layer's state: field `layers.{i}.{name}`, `block_shape` per snapshot, over all tensor ranks.
 
     States stay float32 by default whatever the rows are: a recurrence adds its rounding errors up. `partition_axis` is
-    the axis that attention ranks split.
+    the axis that ranks split, `sections` what it is made of; none: heads of one element.
     """
 
     name: str
     block_shape: tuple[int, ...]
     dtype: str = "float32"
     partition_axis: int | None = None
+    sections: tuple[HeadSection, ...] = ()
+
+    def of_layer(self, layer: int, rank: TensorRank) -> CacheFieldSpec:
+        """A rank's field of one layer."""
+        field_id, axis = layer_field_id(layer, self.name), self.partition_axis
+        if axis is None:
+            return CacheFieldSpec(field_id=field_id, dtype=self.dtype, block_shape=self.block_shape)
+        return CacheFieldSpec.partitioned(
+            field_id=field_id,
+            dtype=self.dtype,
+            global_shape=self.block_shape,
+            axis=axis,
+            sections=self.sections or (HeadSection(num_heads=self.block_shape[axis]),),
+            rank=rank,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +82,7 @@ class HybridCacheRecipe(RowsCacheRecipe):
         if self.layer_kinds[layer] is CacheLayerType.FULL:
             # Named, because the bare form of super() does not work in a class with slots.
             return RowsCacheRecipe.fields_for_layer(self, layer)
-        return tuple(
-            CacheFieldSpec(
-                field_id=layer_field_id(layer, field.name),
-                dtype=field.dtype,
-                block_shape=field.block_shape,
-                partition_axis=field.partition_axis,
-            )
-            for field in self.state_fields
-        )
+        return tuple(field.of_layer(layer, self.tensor_rank) for field in self.state_fields)
 
     @override
     def group_spec(self, group_id: str) -> CacheGroupSpec:

@@ -37,7 +37,9 @@ class IndexedCacheRecipe(DenseCacheRecipe):
         return (*DenseCacheRecipe.fields_for_layer(self, layer), self._index_key(layer))
 
     def _index_key(self, layer: int) -> CacheFieldSpec:
-        return self.index_field.of_layer(layer, rows_per_block=self.rows_per_block, dtype=self.dtype)
+        return self.index_field.of_layer(
+            layer, rows_per_block=self.rows_per_block, dtype=self.dtype, rank=self.tensor_rank
+        )
 
     @override
     def token_capacity(self, layout: CacheLayout, num_lcm_blocks: int) -> int:

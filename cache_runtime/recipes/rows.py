@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.base import CacheRecipe
+from cache_runtime.recipes.partition import ONLY_RANK, HeadSection, TensorRank
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, layer_field_id
 
 
@@ -18,8 +19,8 @@ from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSp
 class RowField:
     """What one token leaves in one tensor of a layer: field `layers.{i}.{name}`, rows of `row_shape` elements.
 
-    `partition_axis` is the axis of `row_shape` that attention ranks split; None: every rank has it whole. Raises
-    CacheConfigError naming the field.
+    `row_shape` is over all tensor ranks, `partition_axis` the axis of heads that they split; None: every rank has the
+    row whole. Raises CacheConfigError naming the field.
     """
 
     name: str
@@ -32,13 +33,18 @@ class RowField:
                 f'row field "{self.name}": row_shape needs positive dimensions, got {self.row_shape}'
             )
 
-    def of_layer(self, layer: int, *, rows_per_block: int, dtype: str) -> CacheFieldSpec:
-        """The field of one layer, [rows_per_block, *row_shape] per block."""
-        return CacheFieldSpec(
-            field_id=layer_field_id(layer, self.name),
+    def of_layer(self, layer: int, *, rows_per_block: int, dtype: str, rank: TensorRank) -> CacheFieldSpec:
+        """A rank's field of one layer: `rows_per_block` rows per block, of its heads."""
+        field_id, shape = layer_field_id(layer, self.name), (rows_per_block, *self.row_shape)
+        if self.partition_axis is None:
+            return CacheFieldSpec(field_id=field_id, dtype=dtype, block_shape=shape)
+        return CacheFieldSpec.partitioned(
+            field_id=field_id,
             dtype=dtype,
-            block_shape=(rows_per_block, *self.row_shape),
-            partition_axis=None if self.partition_axis is None else self.partition_axis + 1,
+            global_shape=shape,
+            axis=self.partition_axis + 1,
+            sections=(HeadSection(num_heads=self.row_shape[self.partition_axis]),),
+            rank=rank,
         )
 
 
@@ -56,7 +62,7 @@ class RowsCacheRecipe(CacheRecipe):
 
     `block_granularity` is in tokens and defaults to one block per prefix grain. The blocks of groups that keep all rows
     are spread over `shard_count` context ranks, each with an arena of `memory_bytes`; other groups are on every rank.
-    Raises CacheConfigError naming the field and its value.
+    The fields are those of `tensor_rank`. Raises CacheConfigError naming the field and its value.
     """
 
     num_layers: int
@@ -64,6 +70,7 @@ class RowsCacheRecipe(CacheRecipe):
     dtype: str
     block_granularity: int | None = None
     shard_count: int = 1
+    tensor_rank: TensorRank = ONLY_RANK
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -85,7 +92,8 @@ class RowsCacheRecipe(CacheRecipe):
     @override
     def fields_for_layer(self, layer: int) -> tuple[CacheFieldSpec, ...]:
         return tuple(
-            field.of_layer(layer, rows_per_block=self.rows_per_block, dtype=self.dtype) for field in self.row_fields
+            field.of_layer(layer, rows_per_block=self.rows_per_block, dtype=self.dtype, rank=self.tensor_rank)
+            for field in self.row_fields
         )
 
     def rows_group(self, group_id: str, *, sliding_window_tokens: int | None = None) -> CacheGroupSpec:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from cache_runtime.errors import CacheConfigError
+from cache_runtime.recipes.partition import HeadSection, TensorRank
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1})
 """Bytes per element of every dtype a cache field may have."""
@@ -106,7 +107,8 @@ class CacheFieldSpec:
     """One tensor per block of the declaring group.
 
     `block_shape` is one block on this rank, rows first for history groups ([rows, num_kv_heads, head_dim]).
-    `partition_axis` is the axis of `block_shape` that attention ranks split; None: replicated.
+    `partition_axis` is the axis of `block_shape` that tensor ranks split; None: replicated. `partition_sections` say
+    what that axis is made of over all ranks; none: heads of one element, all of them on this rank.
     Raises CacheConfigError naming the field id.
     """
 
@@ -114,6 +116,7 @@ class CacheFieldSpec:
     dtype: str
     block_shape: tuple[int, ...]
     partition_axis: int | None = None
+    partition_sections: tuple[HeadSection, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.field_id:
@@ -129,6 +132,40 @@ class CacheFieldSpec:
         axis, rank = self.partition_axis, len(self.block_shape)
         if axis is not None and not 0 <= axis < rank:
             raise CacheConfigError(f'field "{self.field_id}": partition_axis must be in [0, {rank}), got {axis}')
+        if axis is None and self.partition_sections:
+            raise CacheConfigError(f'field "{self.field_id}": partition_sections need a partition_axis')
+
+    @classmethod
+    def partitioned(
+        cls,
+        *,
+        field_id: str,
+        dtype: str,
+        global_shape: tuple[int, ...],
+        axis: int,
+        sections: tuple[HeadSection, ...],
+        rank: TensorRank,
+    ) -> CacheFieldSpec:
+        """A rank's part of a field of `global_shape` over all ranks, whose `axis` consists of `sections`.
+
+        Raises CacheConfigError naming the field when the heads do not share out.
+        """
+        if sum(section.extent for section in sections) != global_shape[axis]:
+            raise CacheConfigError(
+                f'field "{field_id}": its sections have {sum(section.extent for section in sections)} elements, axis '
+                f"{axis} of {global_shape} has {global_shape[axis]}"
+            )
+        try:
+            extent = sum(section.extent_on(rank) for section in sections)
+        except CacheConfigError as error:
+            raise CacheConfigError(f'field "{field_id}": {error}') from error
+        return cls(
+            field_id=field_id,
+            dtype=dtype,
+            block_shape=(*global_shape[:axis], extent, *global_shape[axis + 1 :]),
+            partition_axis=axis,
+            partition_sections=sections,
+        )
 
     @property
     def block_bytes(self) -> int:

@@ -5,7 +5,10 @@ Pure; it only describes. Whoever bootstraps a peer decides what a non-empty answ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+
+from cache_runtime.recipes.partition import HeadSection
 
 from .plane_choice import usable_offers
 from .schema import FieldSchema, GroupSchema, LogicalManifest, PlacementManifest, RankPlacement
@@ -23,35 +26,28 @@ def logical_differences(
     return tuple(_Comparison(local_name, peer_name).manifests(local, peer))
 
 
-def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tuple[str, ...]:
-    """Physical differences between two logically equal manifests that no plan can bridge; empty when there are none.
+def check_bridgeable(
+    source: PlacementManifest, target: PlacementManifest, *, max_linked_ranks: int = 1
+) -> tuple[str, ...]:
+    """Physical differences between two logically equal manifests that no handoff can bridge; empty when there are none.
 
-    Bridged are other arena addresses and sizes, offsets, strides and block counts. Not bridged are no data plane in
-    common and another tensor-parallel size: a partitioned field would have to be re-cut between ranks.
+    Bridged are other arena addresses and sizes, offsets, strides, block counts and numbers of tensor ranks: heads are
+    re-cut by `partition.plan_pieces`, and that they share out on either side is checked by the manifests themselves.
+    Not bridged are no data plane in common, and more ranks than `max_linked_ranks` on a side, because a node opens so
+    many links to a peer.
     """
+    sizes = len(source.ranks), len(target.ranks)
+    if max(sizes) > max_linked_ranks:
+        return (f"tp_size source={sizes[0]}, target={sizes[1]}: nodes link {max_linked_ranks} rank each",)
+    is_same_size = len(source.ranks) == len(target.ranks)
     reasons = []
-    source_size, target_size = len(source.ranks), len(target.ranks)
-    if source_size != target_size:
-        reasons.append(f"tp_size source={source_size}, target={target_size}: re-cutting between ranks is not supported")
-    target_ranks = {rank.tp_rank: rank for rank in target.ranks}
-    for rank in source.ranks:
-        other = target_ranks.get(rank.tp_rank)
-        if other is not None:
-            reasons.extend(_rank_reasons(rank, other, same_size=source_size == target_size))
+    for ours, theirs in itertools.product(source.ranks, target.ranks):
+        if is_same_size and ours.tp_rank != theirs.tp_rank:
+            continue  # they have the same heads, so each rank writes to its like
+        if not usable_offers(ours.offers, theirs.offers):
+            where = f"rank {ours.tp_rank}" if is_same_size else f"rank {ours.tp_rank} to rank {theirs.tp_rank}"
+            reasons.append(f"{where}: data_plane source={_shown_offers(ours)}, target={_shown_offers(theirs)}")
     return tuple(reasons)
-
-
-def _rank_reasons(source: RankPlacement, target: RankPlacement, *, same_size: bool) -> Iterator[str]:
-    where = f"rank {source.tp_rank}"
-    if not usable_offers(source.offers, target.offers):
-        yield f"{where}: data_plane source={_shown_offers(source)}, target={_shown_offers(target)}"
-    if not same_size:
-        return
-    for item in source.fields:
-        other = target.find_field(item.field_id)
-        theirs = None if other is None else other.block_bytes
-        if theirs != item.block_bytes:
-            yield f'{where} field "{item.field_id}": block_bytes source={item.block_bytes}, target={theirs}'
 
 
 def _shown_offers(rank: RankPlacement) -> str:
@@ -119,6 +115,7 @@ class _Comparison:
             ("dtype", left.dtype, right.dtype),
             ("block_shape", _shape(left.block_shape), _shape(right.block_shape)),
             ("partition_axis", left.partition_axis, right.partition_axis),
+            ("partition_sections", _heads(left.partition_sections), _heads(right.partition_sections)),
         )
 
     def _stages(self, local: LogicalManifest, peer: LogicalManifest) -> Iterator[str]:
@@ -140,7 +137,15 @@ class _Comparison:
 
 
 def _shape(extents: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, extents)) + "]"
+    return _listed(map(str, extents))
+
+
+def _listed(values: Iterable[str]) -> str:
+    return "[" + ", ".join(values) + "]"
+
+
+def _heads(sections: tuple[HeadSection, ...]) -> str | None:
+    return _listed(f"{section.num_heads} x {section.head_width}" for section in sections) if sections else None
 
 
 def _shown(value: object) -> str:

@@ -6,12 +6,13 @@ bridgeable (`placement.check_bridgeable`) before the first plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from .engine import MAX_RUN_BYTES, Run
+from .partition import Pieces, merge_neighbours
 from .schema import FieldPlacement, RankPlacement
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,6 +34,7 @@ def plan_block_runs(
     target_blocks: BlockIds,
     *,
     group_id: str | None = None,
+    pieces: Mapping[str, Pieces] | None = None,
     max_run_bytes: int = MAX_RUN_BYTES,
 ) -> tuple[Run, ...]:
     """Runs that copy `source_blocks[i]` to `target_blocks[i]` of every field, coalesced and split.
@@ -44,26 +46,28 @@ def plan_block_runs(
         source_blocks: Block ids int[num_blocks] in the source's numbering, each in [1, num_blocks of the group).
         target_blocks: Block ids of the same length in the target's numbering; no id twice.
         group_id: Group whose block counts bound the ids; may be left out when the placements have one group only.
+        pieces: What of a block of each field is copied (`partition.plan_pieces`); None: whole blocks, which is what
+            ranks of nodes with equally many ranks exchange.
         max_run_bytes: Longest run that is made.
 
     Raises:
         PlanError: unknown or repeated field, unknown group, id out of range, repeated target, lists of two lengths,
-            or a field whose block has another size on the other side.
+            a field whose block has another size on the other side, or a piece that is not inside both blocks.
     """
     group_id = _resolve_group(source, target, group_id)
     sources, targets = _checked_blocks(source, target, group_id, source_blocks, target_blocks)
     pairs = _paired_fields(source, target, field_ids)
-    if not len(sources) or not pairs:
+    if not len(sources):
         return ()
-    dense = [pair for pair in pairs if _is_dense(pair)]
-    spread = [pair for pair in pairs if not _is_dense(pair)]
+    whole = [pair for pair in pairs if pieces is None or _is_whole(pair, pieces[pair[0].field_id])]
+    cut = [] if pieces is None else [(pair, pieces[pair[0].field_id]) for pair in pairs if pair not in whole]
     table = np.concatenate(
         (
-            _field_runs(source, target, dense, _adjacent_blocks(sources, targets)),
-            _field_runs(source, target, spread, (sources, targets, np.ones_like(sources))),
+            _whole_runs(source, target, whole, sources, targets),
+            *(_piece_runs(source, target, pair, rows, sources, targets) for pair, rows in cut),
         )
     )
-    return _as_runs(_split(table, max_run_bytes))
+    return _as_runs(_split(table, max_run_bytes)) if len(table) else ()
 
 
 def coalesce(runs: Sequence[Run], max_run_bytes: int = MAX_RUN_BYTES) -> tuple[Run, ...]:
@@ -75,11 +79,7 @@ def coalesce(runs: Sequence[Run], max_run_bytes: int = MAX_RUN_BYTES) -> tuple[R
         return ()
     table = np.array(runs, dtype=np.int64).reshape(len(runs), 3)
     table = table[np.argsort(table[:, 1], kind="stable")]
-    ends = table[:, :2] + table[:, 2:]
-    starts = np.concatenate(([True], (table[1:, :2] != ends[:-1]).any(axis=1)))
-    merged = table[starts]
-    merged[:, 2] = np.add.reduceat(table[:, 2], np.flatnonzero(starts))
-    return _as_runs(_split(merged, max_run_bytes))
+    return _as_runs(_split(merge_neighbours(table), max_run_bytes))
 
 
 def _resolve_group(source: RankPlacement, target: RankPlacement, group_id: str | None) -> str:
@@ -128,10 +128,54 @@ def _paired_fields(source: RankPlacement, target: RankPlacement, field_ids: Sequ
         if ours is None or theirs is None:
             side = "source" if ours is None else "target"
             raise PlanError(f'field "{field_id}" is unknown to the {side} placement')
-        if ours.block_bytes != theirs.block_bytes:
-            raise PlanError(f'field "{field_id}": block_bytes source={ours.block_bytes}, target={theirs.block_bytes}')
         pairs.append((ours, theirs))
     return pairs
+
+
+def _is_whole(pair: FieldPair, pieces: Pieces) -> bool:
+    """Whether the pieces are one block of either side, so that the pair needs no cutting."""
+    return len(pieces) == 1 and all(int(pieces[0, 2]) == field.block_bytes for field in pair)
+
+
+def _whole_runs(
+    source: RankPlacement, target: RankPlacement, pairs: Sequence[FieldPair], sources: Int64Array, targets: Int64Array
+) -> Int64Array:
+    for ours, theirs in pairs:
+        if ours.block_bytes != theirs.block_bytes:
+            raise PlanError(
+                f'field "{ours.field_id}": block_bytes source={ours.block_bytes}, target={theirs.block_bytes}'
+            )
+    dense = [pair for pair in pairs if _is_dense(pair)]
+    spread = [pair for pair in pairs if not _is_dense(pair)]
+    return np.concatenate(
+        (
+            _field_runs(source, target, dense, _adjacent_blocks(sources, targets)),
+            _field_runs(source, target, spread, (sources, targets, np.ones_like(sources))),
+        )
+    )
+
+
+def _piece_runs(
+    source: RankPlacement,
+    target: RankPlacement,
+    pair: FieldPair,
+    pieces: Pieces,
+    sources: Int64Array,
+    targets: Int64Array,
+) -> Int64Array:
+    """int64[num_blocks * num_pieces, 3], block by block."""
+    for side, (field, column) in enumerate(zip(pair, pieces.T, strict=False)):
+        ends = column + pieces[:, 2]
+        if len(pieces) and (int(column.min()) < 0 or int(ends.max()) > field.block_bytes):
+            raise PlanError(
+                f'field "{field.field_id}": a piece ends at byte {int(ends.max())} of the {("source", "target")[side]} '
+                f"block, block_bytes={field.block_bytes}"
+            )
+    ours, theirs = pair
+    table = np.repeat(pieces[None], len(sources), axis=0)
+    table[:, :, 0] += (source.arena_base + ours.offset_bytes + sources * ours.block_stride_bytes)[:, None]
+    table[:, :, 1] += (target.arena_base + theirs.offset_bytes + targets * theirs.block_stride_bytes)[:, None]
+    return table.reshape(-1, 3)
 
 
 def _is_dense(pair: FieldPair) -> bool:

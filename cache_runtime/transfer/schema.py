@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheRetention
+from cache_runtime.errors import CacheConfigError
+from cache_runtime.recipes.partition import ONLY_RANK, HeadSection, TensorRank
+from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheFieldSpec, CacheRetention
 
 from .engine import MAX_ADDRESS
 
@@ -25,6 +27,7 @@ MAX_FIELDS: Final = 4096
 MAX_RANKS: Final = 256
 MAX_OFFERS: Final = 16
 MAX_BLOCK_AXES: Final = 8
+MAX_SECTIONS: Final = 16
 MAX_NAME_CHARS: Final = 256
 # Dimensions, counts and token spans fit int32, as the kernels that index with them do.
 MAX_COUNT: Final = (1 << 31) - 1
@@ -63,13 +66,17 @@ class GroupSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSchema:
-    """One tensor per block of a group; `block_shape` is the extent over all ranks."""
+    """One tensor per block of a group; `block_shape` is the extent over all ranks.
+
+    `partition_sections` say what the axis that ranks split is made of; none: as many heads of one element.
+    """
 
     field_id: str
     group_id: str
     dtype: str
     block_shape: tuple[int, ...]
     partition_axis: int | None = None
+    partition_sections: tuple[HeadSection, ...] = ()
 
     def __post_init__(self) -> None:
         where = f'field "{self.field_id}"'
@@ -85,19 +92,41 @@ class FieldSchema:
             raise ManifestError(
                 f"{where}: partition_axis={self.partition_axis} is outside block_shape of {len(self.block_shape)} axes"
             )
+        self._check_sections(where)
+
+    def _check_sections(self, where: str) -> None:
+        if not self.partition_sections:
+            return
+        if self.partition_axis is None:
+            raise ManifestError(f"{where}: partition_sections need a partition_axis")
+        _check_size(f"{where}: partition_sections", self.partition_sections, MAX_SECTIONS)
+        total = sum(section.extent for section in self.partition_sections)
+        extent = self.block_shape[self.partition_axis]
+        if total != extent:
+            raise ManifestError(
+                f"{where}: partition_sections have {total} elements, block_shape[{self.partition_axis}]={extent}"
+            )
+
+    @property
+    def sections(self) -> tuple[HeadSection, ...]:
+        """What the partitioned axis is made of; empty for a field that every rank has whole."""
+        if self.partition_axis is None or self.partition_sections:
+            return self.partition_sections
+        return (HeadSection(num_heads=self.block_shape[self.partition_axis]),)
 
     def rank_block_bytes(self, tp_size: int) -> int:
-        """Bytes of one block on one of `tp_size` ranks. Raises `ManifestError` when the axis cannot be split evenly."""
+        """Bytes of one block on one of `tp_size` ranks. Raises `ManifestError` when the heads do not share out."""
         total_bytes = math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
         if self.partition_axis is None:
             return total_bytes
-        extent = self.block_shape[self.partition_axis]
-        if extent % tp_size:
+        try:
+            extent = sum(section.extent_on(TensorRank(size=tp_size)) for section in self.sections)
+        except CacheConfigError as error:
             raise ManifestError(
-                f'field "{self.field_id}": block_shape[{self.partition_axis}]={extent} is not a multiple of '
-                f"tp_size={tp_size}"
-            )
-        return total_bytes // tp_size
+                f'field "{self.field_id}": block_shape[{self.partition_axis}]={self.block_shape[self.partition_axis]} '
+                f"with tp_size={tp_size}: {error}"
+            ) from error
+        return total_bytes // self.block_shape[self.partition_axis] * extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +294,10 @@ class RankPlacement:
     def offers(self) -> tuple[PlaneOffer, ...]:
         return self.planes or (PlaneOffer(name=self.data_plane, endpoint=self.endpoint),)
 
+    @property
+    def tensor_rank(self) -> TensorRank:
+        return TensorRank(rank=self.tp_rank, size=self.tp_size)
+
     def find_field(self, field_id: str) -> FieldPlacement | None:
         return self._field_by_id.get(field_id)
 
@@ -324,10 +357,19 @@ def build_manifest(
     when they do not name every field of the plan exactly once, and for a sharded group, whose block ids are not the
     arena's.
     """
+    logical = describe_cache(plan, stages=stages, model_fingerprint=model_fingerprint, weight_version=weight_version)
+    rank = place_rank(plan, ONLY_RANK, arena_base=arena_base, data_plane=data_plane, endpoint=endpoint, planes=planes)
+    return PlacementManifest(logical=logical, ranks=(rank,))
+
+
+def describe_cache(
+    plan: CacheMemoryPlan, *, stages: Sequence[Sequence[str]], model_fingerprint: str, weight_version: str
+) -> LogicalManifest:
+    """The logical part, the same from the plan of any tensor rank. Raises `ManifestError` like `build_manifest`."""
     for spec in plan.groups:
         if spec.shard_count > 1:
             raise ManifestError(f'group "{spec.group_id}": shard_count must be 1 in a handoff, got {spec.shard_count}')
-    logical = LogicalManifest(
+    return LogicalManifest(
         model_fingerprint=model_fingerprint,
         weight_version=weight_version,
         prefix_granularity=plan.prefix_granularity,
@@ -342,21 +384,24 @@ def build_manifest(
             )
             for spec in plan.groups
         ),
-        fields=tuple(
-            FieldSchema(
-                field_id=item.field_id,
-                group_id=item.group_id,
-                dtype=item.dtype,
-                block_shape=item.block_shape,
-                partition_axis=item.partition_axis,
-            )
-            for item in plan.fields
-        ),
+        fields=tuple(_global_field(field, group.group_id) for group in plan.layout.groups for field in group.fields),
         stages=tuple(StageSchema(field_ids=tuple(field_ids)) for field_ids in stages),
     )
-    rank = RankPlacement(
-        tp_rank=0,
-        tp_size=1,
+
+
+def place_rank(
+    plan: CacheMemoryPlan,
+    rank: TensorRank,
+    *,
+    arena_base: int,
+    data_plane: str,
+    endpoint: str,
+    planes: Sequence[PlaneOffer] = (),
+) -> RankPlacement:
+    """The placement of one tensor rank, whose arena of `plan` starts at address `arena_base`."""
+    return RankPlacement(
+        tp_rank=rank.rank,
+        tp_size=rank.size,
         data_plane=data_plane,
         endpoint=endpoint,
         planes=tuple(planes),
@@ -375,7 +420,22 @@ def build_manifest(
             GroupBlockCount(group_id=spec.group_id, num_blocks=plan.num_blocks(spec.group_id)) for spec in plan.groups
         ),
     )
-    return PlacementManifest(logical=logical, ranks=(rank,))
+
+
+def _global_field(field: CacheFieldSpec, group_id: str) -> FieldSchema:
+    """The field over all ranks. Heads of one element need no sections: the axis itself counts them."""
+    shape, axis, sections = field.block_shape, field.partition_axis, field.partition_sections
+    if axis is not None and sections:
+        shape = (*shape[:axis], sum(section.extent for section in sections), *shape[axis + 1 :])
+    is_plain = len(sections) == 1 and sections[0].head_width == 1
+    return FieldSchema(
+        field_id=field.field_id,
+        group_id=group_id,
+        dtype=field.dtype,
+        block_shape=shape,
+        partition_axis=axis,
+        partition_sections=() if is_plain else sections,
+    )
 
 
 def _check_extent(

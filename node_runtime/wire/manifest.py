@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 from pdmesh.v1 import cache_pb2
 
+from cache_runtime.errors import CacheConfigError
+from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily, CacheRetention
 from cache_runtime.transfer.schema import (
     FieldPlacement,
@@ -67,6 +69,10 @@ def _logical_to_proto(logical: LogicalManifest) -> cache_pb2.LogicalManifest:
                 dtype=item.dtype,
                 block_shape=item.block_shape,
                 partition_axis=item.partition_axis,
+                partition_sections=[
+                    cache_pb2.HeadSection(num_heads=section.num_heads, head_width=section.head_width)
+                    for section in item.partition_sections
+                ],
             )
             for item in logical.fields
         ],
@@ -87,11 +93,22 @@ def _logical_from_proto(message: cache_pb2.LogicalManifest) -> LogicalManifest:
                 dtype=item.dtype,
                 block_shape=tuple(item.block_shape),
                 partition_axis=item.partition_axis if item.HasField("partition_axis") else None,
+                partition_sections=_sections_from_proto(item),
             )
             for item in message.fields
         ),
         stages=tuple(StageSchema(field_ids=tuple(stage.field_ids)) for stage in message.stages),
     )
+
+
+def _sections_from_proto(item: cache_pb2.CacheField) -> tuple[HeadSection, ...]:
+    try:
+        return tuple(
+            HeadSection(num_heads=section.num_heads, head_width=section.head_width)
+            for section in item.partition_sections
+        )
+    except CacheConfigError as error:
+        raise ManifestError(f'field "{item.field_id}": {error}') from error
 
 
 def _group_to_proto(group: GroupSchema) -> cache_pb2.CacheGroup:

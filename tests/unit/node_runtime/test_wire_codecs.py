@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pdmesh.v1 import cache_pb2, decode_pb2, handoff_pb2, inference_pb2
 
+from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily, CacheRetention
 from cache_runtime.transfer.schema import (
     FieldPlacement,
@@ -322,7 +323,14 @@ def two_group_manifest() -> PlacementManifest:
             FieldSchema(
                 field_id="layers.0.k", group_id="full", dtype="float32", block_shape=(64, 2, 4), partition_axis=1
             ),
-            FieldSchema(field_id="layers.1.k", group_id="window", dtype="bfloat16", block_shape=(32, 2, 4)),
+            FieldSchema(
+                field_id="layers.1.k",
+                group_id="window",
+                dtype="bfloat16",
+                block_shape=(32, 2, 4),
+                partition_axis=2,
+                partition_sections=(HeadSection(num_heads=1, head_width=3), HeadSection(num_heads=1)),
+            ),
         ),
         stages=(StageSchema(field_ids=("layers.0.k",)), StageSchema(field_ids=("layers.1.k",))),
     )

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from unit.cache_runtime.transfer.manifests import FIELD_IDS, FULL, WINDOW, field, logical, manifest, rank
 
+from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily
-from cache_runtime.transfer.placement import check_bridgeable, logical_differences
-from cache_runtime.transfer.schema import GroupBlockCount, LogicalManifest, PlacementManifest, StageSchema
+from cache_runtime.transfer.placement import check_bridgeable, logical_differences, unlinked_ranks
+from cache_runtime.transfer.schema import LogicalManifest, ManifestError, PlacementManifest, StageSchema
 
 
 def differences(local: LogicalManifest, peer: LogicalManifest) -> tuple[str, ...]:
@@ -103,17 +104,42 @@ def test_another_data_plane_is_not_bridged() -> None:
     assert check_bridgeable(manifest(), target) == ("rank 0: data_plane source=memory, target=mooncake",)
 
 
-def test_another_tensor_parallel_size_is_not_bridged() -> None:
-    third = rank().fields[0].block_bytes // 3
+def ranks_of(tp_size: int, data_plane: str = "memory") -> PlacementManifest:
+    """A node of one head per rank, of three."""
+    share = rank().fields[0].block_bytes // tp_size
+    fields = tuple(replace(item, block_bytes=share) for item in rank().fields)
     ranks = tuple(
-        replace(
-            rank(),
-            tp_rank=index,
-            tp_size=3,
-            fields=tuple(replace(item, block_bytes=third) for item in rank().fields),
-            block_counts=(GroupBlockCount(group_id="full", num_blocks=10),),
-        )
-        for index in range(3)
+        replace(rank(), tp_rank=index, tp_size=tp_size, fields=fields, data_plane=data_plane)
+        for index in range(tp_size)
     )
-    (reason,) = check_bridgeable(manifest(), PlacementManifest(logical=logical(), ranks=ranks))
+    return PlacementManifest(logical=logical(), ranks=ranks)
+
+
+def test_another_number_of_tensor_ranks_is_bridged() -> None:
+    assert check_bridgeable(manifest(), ranks_of(3)) == ()
+    assert check_bridgeable(ranks_of(3), manifest()) == ()
+
+
+def test_nodes_refuse_the_tensor_ranks_that_they_do_not_link_with_both_values() -> None:
+    assert unlinked_ranks(manifest(), manifest()) == ()
+    (reason,) = unlinked_ranks(manifest(), ranks_of(3))
     assert reason.startswith("tp_size source=1, target=3")
+
+
+def test_ranks_that_exchange_bytes_need_one_data_plane() -> None:
+    assert check_bridgeable(manifest(), ranks_of(3, "mooncake")) == tuple(
+        f"rank 0 to rank {index}: data_plane source=memory, target=mooncake" for index in range(3)
+    )
+    assert check_bridgeable(ranks_of(3), ranks_of(3, "mooncake"))[2] == (
+        "rank 2: data_plane source=memory, target=mooncake"
+    )
+
+
+def test_heads_that_do_not_share_out_on_a_side_have_no_manifest_there() -> None:
+    with pytest.raises(ManifestError, match="3 heads can neither be split over 2 tensor ranks nor be repeated on them"):
+        ranks_of(2)
+
+
+def test_other_sections_of_a_partitioned_axis_are_named_with_both_values() -> None:
+    peer = with_first_field(block_shape=(64, 3, 16), partition_sections=(HeadSection(num_heads=1, head_width=3),))
+    assert differences(logical(), peer) == (WHERE + "partition_sections decode=none, prefill=[1 x 3]",)

@@ -21,6 +21,7 @@ from unit.cache_runtime.transfer.manifests import (
 )
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
+from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.plan import pack
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
@@ -67,6 +68,18 @@ def test_the_sample_manifest_is_valid() -> None:
         (lambda: replace(field("f"), block_shape=(64, -3, 16)), r"block_shape\[1\]=-3"),
         (lambda: replace(field("f"), partition_axis=3), "partition_axis=3 is outside block_shape of 3 axes"),
         (lambda: replace(field("f"), partition_axis=-1), "partition_axis=-1"),
+        (
+            lambda: replace(field("f"), partition_sections=(HeadSection(num_heads=4),)),
+            r"partition_sections have 4 elements, block_shape\[1\]=3",
+        ),
+        (
+            lambda: replace(field("f"), partition_sections=(HeadSection(num_heads=3),) * 17),
+            "partition_sections: 17 entries, not 1 to 16",
+        ),
+        (
+            lambda: replace(field("f"), partition_axis=None, partition_sections=(HeadSection(num_heads=3),)),
+            "partition_sections need a partition_axis",
+        ),
         (lambda: StageSchema(field_ids=()), "a stage has no field_ids"),
     ],
 )
@@ -222,11 +235,18 @@ def test_fields_of_different_groups_may_share_bytes() -> None:
     PlacementManifest(logical=both, ranks=(placement,))
 
 
-def test_a_partitioned_field_is_split_evenly_over_the_ranks() -> None:
+def test_a_partitioned_field_is_split_evenly_over_the_ranks_and_too_few_heads_are_repeated() -> None:
     assert field("f").rank_block_bytes(3) == BLOCK_BYTES // 3
+    assert field("f").rank_block_bytes(6) == BLOCK_BYTES // 3
     assert replace(field("f"), partition_axis=None).rank_block_bytes(3) == BLOCK_BYTES
-    with pytest.raises(ManifestError, match=r"block_shape\[1\]=3 is not a multiple of tp_size=2"):
+    with pytest.raises(ManifestError, match=r"block_shape\[1\]=3 with tp_size=2: 3 heads can neither be split over 2"):
         field("f").rank_block_bytes(2)
+
+
+def test_every_section_of_an_axis_is_split_by_heads_of_its_own() -> None:
+    sections = (HeadSection(num_heads=4, head_width=8), HeadSection(num_heads=1, head_width=16))
+    item = replace(field("f"), block_shape=(3, 48), partition_axis=1, partition_sections=sections)
+    assert item.rank_block_bytes(2) == 3 * (2 * 8 + 16) * 4
 
 
 @given(
