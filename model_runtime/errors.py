@@ -18,8 +18,12 @@ class UnsupportedWeightsError(ModelError):
     """Weights asked to stay quantised that the file or the kernels do not have so; names the tensor and its kind."""
 
 
-class ContextRanksError(ModelError, RuntimeError):
+class RankGroupError(ModelError, RuntimeError):
     """Another rank of the same model is gone, silent, or carries out another plan; names this rank and their number."""
+
+
+class UnsupportedRanksError(ModelError, ValueError):
+    """A model whose layers do not share out over so many tensor ranks; names the field and both values."""
 
 
 class UnsupportedDtypeError(ModelError, ValueError):

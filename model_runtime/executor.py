@@ -22,15 +22,18 @@ from cache_runtime.mapping.batch_metadata import BatchPlan, CacheBatchMetadata
 from cache_runtime.mapping.block_placement import place_blocks
 from cache_runtime.mapping.router import CacheGroupRouter
 from cache_runtime.pools.cache_pools import CachePools
+from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.recipes.spec import CacheFamily
 from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import ModelConfig
-from model_runtime.context_ranks import ContextRanks, SingleContextRank, check_same_plan
 from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.forward_context import ForwardContext
+from model_runtime.head_ranks import check_head_ranks
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.rank_group import RankGroup, SingleRank, check_same_plan
 from model_runtime.registry import compute_dtype, find_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
 from model_runtime.stage_fences import StageFences
@@ -52,9 +55,11 @@ class ModelExecutor:
     `memory_bytes` is for the cache; weights come on top. `device` None takes the CPU. `kernel_page_size` None takes the
     kernel's own; `num_threads` None takes every CPU this process may use; they are the native kernels' threads, torch
     is set to one in the whole process. `context_ranks` share the blocks of groups that keep all rows: each rank has an
-    executor of its own, given the same settings and the same plans, and samples the same tokens. `scheduler_limits` say
-    whom the arena will serve, for what it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError,
-    UnsupportedWeightsError or ValueError for settings that cannot work, before any weight or cache memory is allocated;
+    executor of its own, given the same settings and the same plans, and samples the same tokens. `tensor_ranks`
+    likewise, but they share the heads of every layer: each reads its own part of the weights, and its arena of
+    `memory_bytes` holds its own part of every row and state. `scheduler_limits` say whom the arena will serve, for what
+    it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError,
+    UnsupportedRanksError or ValueError for settings that cannot work, before any weight or cache memory is allocated;
     ArenaAllocationError when the machine cannot hold the arena.
     """
 
@@ -69,10 +74,13 @@ class ModelExecutor:
         kernel_page_size: int | None = None,
         num_threads: int | None = None,
         scheduler_limits: SchedulerLimits | None = None,
-        context_ranks: ContextRanks | None = None,
+        context_ranks: RankGroup | None = None,
+        tensor_ranks: RankGroup | None = None,
         device: Device | None = None,
     ) -> None:
-        ranks: ContextRanks = SingleContextRank() if context_ranks is None else context_ranks
+        ranks: RankGroup = SingleRank() if context_ranks is None else context_ranks
+        head_ranks: RankGroup = SingleRank() if tensor_ranks is None else tensor_ranks
+        check_head_ranks(checkpoint.config, num_tensor_ranks=head_ranks.size, num_context_ranks=ranks.size)
         family = find_family(checkpoint.config.architecture)
         torch_dtype = compute_dtype(dtype)
         num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
@@ -84,6 +92,7 @@ class ModelExecutor:
             dtype=dtype,
             scheduler_limits=scheduler_limits,
             shard_count=ranks.size,
+            tensor_rank=TensorRank(rank=head_ranks.rank, size=head_ranks.size),
         )
         source = apply_choice(weights, checkpoint.source, backend.kernels)
         setup = family.cache_recipe(checkpoint.config, budget).setup()
@@ -106,11 +115,19 @@ class ModelExecutor:
         self._is_batch_invariant = backend.is_batch_invariant
         self._arena = CacheArena(setup.plan, self._device)
         self._pools = CachePools.of(self._arena)
-        self._ranks = ranks
+        self._ranks, self._head_ranks = ranks, head_ranks
         self._placements = place_blocks(self._arena.contract, context_rank=ranks.rank, num_context_ranks=ranks.size)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes, self._device, placements=self._placements)
         with torch.inference_mode(), self._device.as_default():
-            self._model = family.build(checkpoint.config, source, torch_dtype, backend.kernels)
+            self._model = family.build(
+                LayerBuilder(
+                    config=checkpoint.config,
+                    source=source,
+                    dtype=torch_dtype,
+                    kernels=backend.kernels,
+                    ranks=head_ranks,
+                )
+            )
         self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.cache_layers, setup.plan)
 
@@ -168,12 +185,12 @@ class ModelExecutor:
         `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
         once layer i's rows or states of this forward are in the arena, on the CPU right after the layer wrote them.
         Raises BatchContractError or ValueError, before the arena is touched, for a plan that contradicts the arena's
-        contract; LogitsError when the model breaks down; ContextRanksError when another rank does not take part, or
+        contract; LogitsError when the model breaks down; RankGroupError when another rank does not take part, or
         carries out another plan.
         """
         metadata, batch = self._read(plan)
         params = _sampling_by_logit_row(plan, batch, sampling)
-        check_same_plan(self._ranks, plan)
+        self._check_same_plan(plan)
         logits = self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
         sampled: list[SampledToken | None] = [None] * metadata.num_rows
         for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
@@ -184,11 +201,15 @@ class ModelExecutor:
     def logits(self, plan: ExecutablePlan) -> npt.NDArray[np.float32]:
         """The forward of `execute` without its sampling: [rows that want logits, vocab_size] in the order of the rows.
 
-        Raises BatchContractError, ValueError or ContextRanksError like `execute`.
+        Raises BatchContractError, ValueError or RankGroupError like `execute`.
         """
         metadata, batch = self._read(plan)
-        check_same_plan(self._ranks, plan)
+        self._check_same_plan(plan)
         return self._forward(metadata, batch, _ignore_stage)
+
+    def _check_same_plan(self, plan: ExecutablePlan) -> None:
+        for ranks in (self._ranks, self._head_ranks):
+            check_same_plan(ranks, plan)
 
     def _read(self, plan: ExecutablePlan) -> tuple[CacheBatchMetadata, ForwardBatch]:
         metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)

@@ -10,12 +10,13 @@ import torch
 
 from cache_runtime.layer_binding import CacheLayer
 from cache_runtime.recipes.base import CacheRecipe
+from cache_runtime.recipes.partition import ONLY_RANK, TensorRank
 from cache_runtime.scheduler_bridge import SchedulerLimits
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.layer_builder import LayerBuilder
+from model_runtime.weights import Shape
 
 
 class Model(Protocol):
@@ -32,7 +33,8 @@ class Model(Protocol):
 class CacheBudget:
     """What a recipe is given besides the model: bytes for the arena, tokens per prefix grain, and who will use it.
 
-    `shard_count` context ranks, each with so many bytes, share the blocks of what can be shared.
+    `shard_count` context ranks, each with so many bytes, share the blocks of what can be shared. The cache is that of
+    `tensor_rank`, which has some of the heads.
     """
 
     memory_bytes: int
@@ -40,6 +42,7 @@ class CacheBudget:
     dtype: str
     scheduler_limits: SchedulerLimits | None = None
     shard_count: int = 1
+    tensor_rank: TensorRank = ONLY_RANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,4 +55,4 @@ class ModelFamily:
     tensor_shapes: Callable[[ModelConfig], Mapping[str, Shape]]
     cache_recipe: Callable[[ModelConfig, CacheBudget], CacheRecipe]
     cache_layers: Callable[[ModelConfig], tuple[CacheLayer, ...]]
-    build: Callable[[ModelConfig, TensorSource, torch.dtype, Kernels], Model]
+    build: Callable[[LayerBuilder], Model]

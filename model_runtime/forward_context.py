@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from cache_runtime.mapping.router import RoutedBatch
 from cache_runtime.pools.cache_pools import CachePools
-from model_runtime.context_ranks import ContextRanks, SingleContextRank
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.kernels.interface import Kernels
+from model_runtime.rank_group import RankGroup, SingleRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,4 +26,4 @@ class ForwardContext:
     pools: CachePools
     kernels: Kernels
     on_stored: Callable[[int], None]
-    ranks: ContextRanks = field(default_factory=SingleContextRank)
+    ranks: RankGroup = field(default_factory=SingleRank)

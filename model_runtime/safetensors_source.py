@@ -76,14 +76,15 @@ class SafetensorsSource:
     def quantization(self, name: str) -> str | None:
         return None
 
-    def read_blocks(self, name: str) -> torch.Tensor:
+    def read_blocks(self, name: str, first_row: int = 0, num_rows: int | None = None) -> torch.Tensor:
         raise CheckpointError(f'{self._path}: tensor "{name}" is not quantised')
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
+    def read_into(self, name: str, destination: torch.Tensor, first_row: int = 0) -> None:
         stored = self._tensors[name]
         try:
             with safe_open(stored.file, framework="pt") as opened:
-                destination.copy_(opened.get_tensor(stored.name))
+                rows = opened.get_slice(stored.name)[first_row : first_row + destination.shape[0]]
+                destination.copy_(rows)
         except SafetensorError as error:
             raise CheckpointError(f'{stored.file}: tensor "{stored.name}" cannot be read: {error}') from error
 

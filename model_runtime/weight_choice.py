@@ -66,11 +66,11 @@ class Float32Source:
     def quantization(self, name: str) -> str | None:
         return None
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        self._source.read_into(name, destination)
+    def read_into(self, name: str, destination: torch.Tensor, first_row: int = 0) -> None:
+        self._source.read_into(name, destination, first_row)
 
-    def read_blocks(self, name: str) -> torch.Tensor:
-        return self._source.read_blocks(name)
+    def read_blocks(self, name: str, first_row: int = 0, num_rows: int | None = None) -> torch.Tensor:
+        return self._source.read_blocks(name, first_row, num_rows)
 
 
 def apply_choice(choice: WeightChoice, source: TensorSource, kernels: Kernels) -> TensorSource:

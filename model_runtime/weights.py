@@ -6,10 +6,10 @@ format maps them. Knows no model family and allocates nothing but what the calle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -43,11 +43,27 @@ class TensorSource(Protocol):
     def quantization(self, name: str) -> str | None:
         """GGUF name, such as Q4_1, of how the tensor is quantised; None for plain numbers."""
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Fill `destination`, which has the tensor's shape, converting to its dtype. Raises CheckpointError."""
+    def read_into(self, name: str, destination: torch.Tensor, first_row: int = 0) -> None:
+        """Fill `destination` with the tensor from `first_row` on, converting to its dtype; nothing else is read.
 
-    def read_blocks(self, name: str) -> torch.Tensor:
-        """A quantised matrix's blocks, uint8[rows, bytes of a row], rows in the order of `read_into`."""
+        It has the tensor's shape but for the first axis, which may be shorter. Raises CheckpointError.
+        """
+
+    def read_blocks(self, name: str, first_row: int = 0, num_rows: int | None = None) -> torch.Tensor:
+        """A quantised matrix's blocks, uint8[rows, bytes of a row], in the order of `read_into`; None: to the last."""
+
+
+class TensorRows(NamedTuple):
+    """Rows [begin, end) of a tensor, by canonical name."""
+
+    name: str
+    begin: int
+    end: int
+
+    @classmethod
+    def of_heads(cls, name: str, heads: range, head_rows: int, first_row: int = 0) -> TensorRows:
+        """The rows of some heads, each of `head_rows`, where those of head 0 begin at `first_row`."""
+        return cls(name, first_row + heads.start * head_rows, first_row + heads.stop * head_rows)
 
 
 def check_tensors(source: TensorSource, needed: Mapping[str, Shape]) -> None:
@@ -71,36 +87,42 @@ def check_tensors(source: TensorSource, needed: Mapping[str, Shape]) -> None:
             )
 
 
-def read_stacked(source: TensorSource, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
+def all_rows(source: TensorSource, name: str) -> TensorRows:
+    """The whole tensor."""
+    return TensorRows(name, 0, source.shapes[name][0])
+
+
+def read_stacked(source: TensorSource, parts: Sequence[TensorRows], dtype: torch.dtype) -> torch.Tensor:
     """[sum of rows, columns]: matrices of equal width under one another, so that one product serves them all."""
-    shapes = [source.shapes[name] for name in names]
-    stacked = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype)
+    columns = source.shapes[parts[0].name][1:]
+    stacked = torch.empty((sum(part.end - part.begin for part in parts), *columns), dtype=dtype)
     begin = 0
-    for name, shape in zip(names, shapes, strict=True):
+    for part in parts:
+        end = begin + part.end - part.begin
         with torch.device("cpu"):  # where files are read and expanded, wherever the result lies
-            source.read_into(name, stacked[begin : begin + shape[0]])
-        begin += shape[0]
+            source.read_into(part.name, stacked[begin:end], part.begin)
+        begin = end
     return stacked
 
 
 def pack_stacked(
-    source: TensorSource, names: tuple[str, ...], dtype: torch.dtype, kernels: Kernels
+    source: TensorSource, parts: Sequence[TensorRows], dtype: torch.dtype, kernels: Kernels
 ) -> tuple[PackedWeight, ...]:
     """Matrices of equal width under one another, packed in as few parts as their quantizations allow.
 
     What the kernels can keep quantised stays so. Raises CheckpointError for blocks that are no numbers.
     """
-    parts: list[PackedWeight] = []
-    for quantization, group in groupby(names, key=source.quantization):
+    packed: list[PackedWeight] = []
+    for quantization, group in groupby(parts, key=lambda part: source.quantization(part.name)):
         members = tuple(group)
         if quantization is None or quantization not in kernels.quantizations:
-            parts.append(kernels.pack(read_stacked(source, members, dtype)))
+            packed.append(kernels.pack(read_stacked(source, members, dtype)))
             continue
         with torch.device("cpu"):
-            blocks = torch.cat([source.read_blocks(name) for name in members])
+            blocks = torch.cat([source.read_blocks(part.name, part.begin, part.end - part.begin) for part in members])
         try:
-            parts.append(kernels.pack_blocks(blocks, quantization))
+            packed.append(kernels.pack_blocks(blocks, quantization))
         except ValueError as error:
-            stored = ", ".join(f'"{source.stored_name(name)}"' for name in members)
+            stored = ", ".join(f'"{source.stored_name(part.name)}"' for part in members)
             raise CheckpointError(f"{source.path}: tensor {stored} cannot be read: {error}") from error
-    return tuple(parts)
+    return tuple(packed)

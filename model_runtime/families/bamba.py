@@ -9,6 +9,7 @@ from cache_runtime.recipes.rows import key_value_fields
 from model_runtime.config import ModelConfig
 from model_runtime.family import CacheBudget, ModelFamily
 from model_runtime.layers.attention import declare_attention
+from model_runtime.layers.mamba2 import mamba2_conv_sections
 from model_runtime.models.bamba import BambaModel, bamba_tensor_shapes, mamba2_of
 
 
@@ -23,9 +24,15 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
         shard_count=budget.shard_count,
+        tensor_rank=budget.tensor_rank,
         layer_kinds=tuple(kinds[is_recurrent] for is_recurrent in mamba2.is_recurrent),
         state_fields=(
-            StateField(name="conv_state", block_shape=(mamba2.conv_width - 1, mamba2.num_conv_channels)),
+            StateField(
+                name="conv_state",
+                block_shape=(mamba2.conv_width - 1, mamba2.num_conv_channels),
+                partition_axis=1,
+                sections=mamba2_conv_sections(mamba2),
+            ),
             StateField(
                 name="recurrent_state",
                 block_shape=(mamba2.num_heads, mamba2.state_dim, mamba2.head_dim),

@@ -21,6 +21,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         row_fields=(RowField(name="latent", row_shape=(latent_of(config).row_width,)),),
         dtype=budget.dtype,
         shard_count=budget.shard_count,
+        tensor_rank=budget.tensor_rank,
     )
 
 

@@ -26,6 +26,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         row_fields=(RowField(name="latent", row_shape=(latent_of(config).row_width,)),),
         index_field=RowField(name="index_key", row_shape=(sparse_index_of(config).head_dim,)),
         dtype=budget.dtype,
+        tensor_rank=budget.tensor_rank,
     )
 
 

@@ -23,6 +23,7 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
         shard_count=budget.shard_count,
+        tensor_rank=budget.tensor_rank,
         is_sliding=config.sliding.is_sliding,
         sliding_window_tokens=config.sliding.window_tokens,
     )

@@ -9,7 +9,7 @@ from cache_runtime.recipes.rows import key_value_fields
 from model_runtime.config import ModelConfig
 from model_runtime.family import CacheBudget, ModelFamily
 from model_runtime.layers.attention import declare_attention
-from model_runtime.layers.delta_net import delta_net_of
+from model_runtime.layers.delta_net import delta_net_conv_sections, delta_net_of
 from model_runtime.models.qwen3_next import Qwen3NextModel, qwen3_next_tensor_shapes
 
 
@@ -23,14 +23,21 @@ def _cache_recipe(config: ModelConfig, budget: CacheBudget) -> CacheRecipe:
         row_fields=key_value_fields(config.num_kv_heads, config.head_dim),
         dtype=budget.dtype,
         shard_count=budget.shard_count,
+        tensor_rank=budget.tensor_rank,
         layer_kinds=tuple(
             CacheLayerType.STATE if is_recurrent else CacheLayerType.FULL for is_recurrent in delta_net.is_recurrent
         ),
         state_fields=(
-            StateField(name="conv_state", block_shape=(delta_net.conv_width - 1, delta_net.num_conv_channels)),
+            StateField(
+                name="conv_state",
+                block_shape=(delta_net.conv_width - 1, delta_net.num_conv_channels),
+                partition_axis=1,
+                sections=delta_net_conv_sections(delta_net),
+            ),
             StateField(
                 name="recurrent_state",
                 block_shape=(delta_net.num_heads, delta_net.key_head_dim, delta_net.value_head_dim),
+                partition_axis=0,
             ),
         ),
     )

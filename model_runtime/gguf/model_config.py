@@ -62,8 +62,15 @@ def map_gguf_bytes(path: Path, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
 
 def read_gguf_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
     """float32 values of a tensor. Raises CheckpointError for a type that cannot be read."""
+    return expand_gguf_bytes(path, tensor, map_gguf_bytes(path, tensor), tensor.shape)
+
+
+def expand_gguf_bytes(
+    path: Path, tensor: GgufTensor, raw: npt.NDArray[np.uint8], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """float32 values of `shape` from bytes of the tensor. Raises CheckpointError for a type that cannot be read."""
     try:
-        return dequantize(map_gguf_bytes(path, tensor), tensor.quantization, tensor.shape)
+        return dequantize(raw, tensor.quantization, shape)
     except NotImplementedError as error:
         raise CheckpointError(
             f'{path}: tensor "{tensor.name}" has the type {tensor.quantization.name}, which cannot be read'

@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGMLQuantizationType
 
 from model_runtime.config import ModelConfig
-from model_runtime.gguf.model_config import ROPE_DIVISORS, map_gguf_bytes, read_gguf_config, read_gguf_tensor
+from model_runtime.gguf.model_config import (
+    ROPE_DIVISORS,
+    expand_gguf_bytes,
+    map_gguf_bytes,
+    read_gguf_config,
+    read_gguf_tensor,
+)
 from model_runtime.gguf.reader import read_gguf_directory
 from model_runtime.weights import Shape
 
@@ -132,8 +140,13 @@ class GgufSource:
             return f"blk.{match[1]}.{stored}.weight"
         return _STORED_NAMES.get(name, name)
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        values = self._in_canonical_order(name, read_gguf_tensor(self.path, self._tensors[name]))
+    def read_into(self, name: str, destination: torch.Tensor, first_row: int = 0) -> None:
+        tensor = self._tensors[name]
+        if len(tensor.shape) == 1:  # a single row of elements
+            values = read_gguf_tensor(self.path, tensor)[first_row : first_row + destination.shape[0]]
+        else:
+            raw = self._stored_rows(name, first_row, destination.shape[0])
+            values = expand_gguf_bytes(self.path, tensor, raw, tuple(destination.shape))
         if self._dialect.adds_one_to_norms and name.endswith("norm.weight"):
             values = values - 1.0
         destination.copy_(values)
@@ -142,17 +155,26 @@ class GgufSource:
         kind = self._tensors[name].quantization
         return None if kind in _PLAIN_KINDS else kind.name
 
-    def read_blocks(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        blocks = torch.from_numpy(map_gguf_bytes(self.path, tensor)).view(tensor.shape[0], -1)
-        return self._in_canonical_order(name, blocks)
+    def read_blocks(self, name: str, first_row: int = 0, num_rows: int | None = None) -> torch.Tensor:
+        num_rest = self._tensors[name].shape[0] - first_row
+        return torch.from_numpy(self._stored_rows(name, first_row, num_rest if num_rows is None else num_rows))
 
-    def _in_canonical_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+    def _stored_rows(self, name: str, first_row: int, num_rows: int) -> npt.NDArray[np.uint8]:
+        """uint8[num_rows, bytes of a row] as the file has them, in canonical order."""
+        tensor = self._tensors[name]
+        stored = map_gguf_bytes(self.path, tensor).reshape(tensor.shape[0], -1)
+        num_heads = self._interleaved_heads(name)
+        if num_heads is None:
+            return stored[first_row : first_row + num_rows]
+        return stored[_uninterleaved_rows(tensor.shape[0], num_heads)[first_row : first_row + num_rows]]
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """Heads of a matrix whose rows are stored in pairs that turn together; None for every other."""
         if self._dialect.interleaves_rotary and name.endswith("self_attn.q_proj.weight"):
-            return _uninterleave_rows(rows, self._config.num_heads)
+            return self._config.num_heads
         if self._dialect.interleaves_rotary and name.endswith("self_attn.k_proj.weight"):
-            return _uninterleave_rows(rows, self._config.num_kv_heads)
-        return rows
+            return self._config.num_kv_heads
+        return None
 
     def _canonical_name(self, stored: str) -> str:
         match = _STORED_LAYER_TENSOR.fullmatch(stored)
@@ -162,8 +184,8 @@ class GgufSource:
         return _CANONICAL_NAMES.get(stored, stored)
 
 
-def _uninterleave_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[num_heads * head_dim, columns] with rotary pairs (2i, 2i + 1) -> pairs (i, i + head_dim / 2)."""
-    num_rows, num_columns = rows.shape
-    pairs = rows.view(num_heads, num_rows // num_heads // 2, 2, num_columns)
-    return pairs.transpose(1, 2).reshape(num_rows, num_columns)
+def _uninterleaved_rows(num_rows: int, num_heads: int) -> npt.NDArray[np.int64]:
+    """Where the rows of [num_heads * head_dim, columns] with rotary pairs (i, i + head_dim / 2) are stored, in pairs
+    (2i, 2i + 1)."""
+    pairs = np.arange(num_rows, dtype=np.int64).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return pairs.transpose(0, 2, 1).reshape(num_rows)

@@ -25,11 +25,14 @@ def declare_all_layers(config: ModelConfig) -> tuple[PagedAttention, ...]:
 
 
 class CachedAttention:
-    """One layer's attention over the paged cache. `declaration` is what the layer binding stamps with a cache group."""
+    """One layer's attention over the paged cache, `num_kv_heads` of which are on this rank.
 
-    def __init__(self, layer: int, config: ModelConfig) -> None:
+    `declaration` is what the layer binding stamps with a cache group.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, num_kv_heads: int) -> None:
         self.declaration = declare_attention(layer, config)
-        self._num_kv_heads = config.num_kv_heads
+        self._num_kv_heads = num_kv_heads
         self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 

@@ -6,14 +6,18 @@ T is tokens of the forward.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from cache_runtime.recipes.partition import HeadSection
 from model_runtime.config import ModelConfig
 from model_runtime.errors import CheckpointError
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layers.recurrence import CachedStates
+from model_runtime.weights import TensorRows
 
 
 def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
@@ -23,20 +27,42 @@ def delta_net_of(config: ModelConfig) -> DeltaNetConfig:
     return config.delta_net
 
 
+def delta_net_heads(config: DeltaNetConfig, builder: LayerBuilder) -> tuple[range, range]:
+    """The value heads and the key heads of this rank."""
+    return builder.heads(config.num_heads), builder.heads(config.num_key_heads)
+
+
+def delta_net_conv_sections(config: DeltaNetConfig) -> tuple[HeadSection, HeadSection, HeadSection]:
+    """The channels of the convolution: queries, keys and values, each by the heads that ranks share out."""
+    shared = HeadSection(num_heads=config.num_key_heads, head_width=config.key_head_dim)
+    return shared, shared, HeadSection(num_heads=config.num_heads, head_width=config.value_head_dim)
+
+
+def conv_rows(name: str, config: DeltaNetConfig, builder: LayerBuilder) -> tuple[TensorRows, TensorRows, TensorRows]:
+    """This rank's channels of a convolution over the queries, keys and values of all heads."""
+    heads, key_heads = delta_net_heads(config, builder)
+    return (
+        TensorRows.of_heads(name, key_heads, config.key_head_dim),
+        TensorRows.of_heads(name, key_heads, config.key_head_dim, config.key_width),
+        TensorRows.of_heads(name, heads, config.value_head_dim, 2 * config.key_width),
+    )
+
+
 class DeltaNet:
-    """One recurrent layer without its residual. `cached` declares what it keeps."""
+    """One recurrent layer without its residual, this rank's heads. `cached` declares what it keeps."""
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder, config: DeltaNetConfig) -> None:
-        self._config = config
+        heads, key_heads = delta_net_heads(config, builder)
+        self._config = replace(config, num_heads=len(heads), num_key_heads=len(key_heads))
         self._kernels = builder.kernels
         # [num_conv_channels + value_width + 2 * num_heads, hidden]
         self._projections = builder.linear_of(_stack_projections(prefix, builder, config))
-        conv = builder.tensor(prefix + "conv1d.weight")  # [channels, 1, width]
+        conv = builder.tensor(*conv_rows(prefix + "conv1d.weight", config, builder))  # [channels, 1, width]
         self._conv_weight = conv.squeeze(1).t().contiguous()  # [width, channels]
-        self._step_bias = builder.tensor(prefix + "dt_bias").unsqueeze(1)  # [num_heads, 1]
-        self._rate = builder.tensor(prefix + "A_log").exp()  # [num_heads]
+        self._step_bias = builder.tensor(TensorRows.of_heads(prefix + "dt_bias", heads, 1)).unsqueeze(1)
+        self._rate = builder.tensor(TensorRows.of_heads(prefix + "A_log", heads, 1)).exp()  # [num_heads]
         self._norm = builder.norm(prefix + "norm.weight")  # [value_head_dim]
-        self._output = builder.linear(prefix + "out_proj.weight")  # [hidden, value_width]
+        self._output = builder.heads_output(prefix + "out_proj.weight")  # [hidden, value_width]
         self.cached = CachedStates(layer)
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -86,12 +112,16 @@ def _stack_projections(prefix: str, builder: LayerBuilder, config: DeltaNetConfi
     matrix their strengths and steps.
     """
     hidden = builder.config.hidden_size
+    heads, key_heads = delta_net_heads(config, builder)
     group = config.num_heads // config.num_key_heads
     values = group * config.value_head_dim
-    wide = builder.tensor(prefix + "in_proj_qkvz.weight").view(config.num_key_heads, -1, hidden)
-    narrow = builder.tensor(prefix + "in_proj_ba.weight").view(config.num_key_heads, -1, hidden)
-    parts = (
-        *torch.split(wide, [config.key_head_dim, config.key_head_dim, values, values], dim=1),
-        *torch.split(narrow, [group, group], dim=1),
-    )
-    return torch.cat([part.reshape(-1, hidden) for part in parts])
+    wide_rows = TensorRows.of_heads(prefix + "in_proj_qkvz.weight", key_heads, 2 * (config.key_head_dim + values))
+    wide = builder.tensor(wide_rows).view(len(key_heads), -1, hidden)
+    narrow_rows = TensorRows.of_heads(prefix + "in_proj_ba.weight", key_heads, 2 * group)
+    narrow = builder.tensor(narrow_rows).view(len(key_heads), -1, hidden)
+    query, key, value, gate = torch.split(wide, [config.key_head_dim, config.key_head_dim, values, values], dim=1)
+    by_head = (value, gate, *torch.split(narrow, [group, group], dim=1))
+    # Ranks that share a key head have some of its value heads each.
+    first = heads.start - key_heads.start * group
+    mine = (part.reshape(len(key_heads) * group, -1, hidden)[first : first + len(heads)] for part in by_head)
+    return torch.cat([part.reshape(-1, hidden) for part in (query, key, *mine)])

@@ -14,7 +14,7 @@ from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.rotary import Angles, rotate
-from model_runtime.weights import Shape
+from model_runtime.weights import Shape, TensorRows
 
 
 def grouped_query_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Shape]:
@@ -29,18 +29,31 @@ def grouped_query_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Shape
     }
 
 
+def query_key_value_rows(prefix: str, builder: LayerBuilder) -> tuple[TensorRows, TensorRows, TensorRows]:
+    """This rank's heads of the three projections: [(num_heads + 2 * num_kv_heads) * head_dim, hidden] together."""
+    config = builder.config
+    query, key_value = builder.heads(config.num_heads), builder.heads(config.num_kv_heads)
+    return (
+        TensorRows.of_heads(prefix + "q_proj.weight", query, config.head_dim),
+        TensorRows.of_heads(prefix + "k_proj.weight", key_value, config.head_dim),
+        TensorRows.of_heads(prefix + "v_proj.weight", key_value, config.head_dim),
+    )
+
+
 class GroupedQueryAttention:
-    """Projections, rotation and attention of one layer, the tensors named `{prefix}q_proj.weight` and so on."""
+    """Projections, rotation and attention of one layer, the tensors named `{prefix}q_proj.weight` and so on.
+
+    The heads are those of this rank.
+    """
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder) -> None:
         config = builder.config
-        self._kernels = builder.kernels
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._qkv = builder.linear(
-            *(f"{prefix}{name}_proj.weight" for name in "qkv")
-        )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer, config)
+        self._kernels, self._head_dim = builder.kernels, config.head_dim
+        self._qkv = builder.linear(*query_key_value_rows(prefix, builder))
+        self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
+        self._num_heads = len(builder.heads(config.num_heads))
+        self._num_kv_heads = len(builder.heads(config.num_kv_heads))
+        self.cached = CachedAttention(layer, config, self._num_kv_heads)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         num_rotated = self._num_heads + self._num_kv_heads

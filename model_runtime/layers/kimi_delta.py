@@ -6,6 +6,7 @@ Source: Kimi Team 2025, "Kimi Linear"; tensor names of transformers' KimiLinearF
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,7 @@ from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.delta_net import DeltaNetConfig
 from model_runtime.layers.recurrence import CachedStates
-from model_runtime.weights import Shape
+from model_runtime.weights import Shape, TensorRows
 
 
 def kimi_delta_shapes(prefix: str, hidden: int, config: DeltaNetConfig) -> Mapping[str, Shape]:
@@ -36,21 +37,29 @@ def kimi_delta_shapes(prefix: str, hidden: int, config: DeltaNetConfig) -> Mappi
 
 
 class KimiDelta:
-    """One recurrent layer without its residual. `cached` declares what it keeps."""
+    """One recurrent layer without its residual, this rank's heads. `cached` declares what it keeps."""
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder, config: DeltaNetConfig) -> None:
-        self._config, self._kernels = config, builder.kernels
-        names = [f"{prefix}{name}_proj.weight" for name in ("q", "k", "v", "b", "f_a", "g_a")]
+        heads, head_dim = builder.heads(config.num_heads), config.value_head_dim
+        self._config, self._kernels = replace(config, num_heads=len(heads), num_key_heads=len(heads)), builder.kernels
+
+        def rows_of(name: str) -> TensorRows:
+            return TensorRows.of_heads(prefix + name, heads, head_dim)
+
         # [3 * value_width + num_heads + 2 * head_dim, hidden]
-        self._projections = builder.linear(*names)
-        conv = torch.cat([builder.tensor(f"{prefix}{name}_conv1d.weight") for name in "qkv"])  # [channels, 1, width]
+        self._projections = builder.linear(
+            *(rows_of(f"{name}_proj.weight") for name in "qkv"),
+            TensorRows.of_heads(prefix + "b_proj.weight", heads, 1),
+            *(f"{prefix}{name}_a_proj.weight" for name in "fg"),
+        )
+        conv = builder.tensor(*(rows_of(f"{name}_conv1d.weight") for name in "qkv"))  # [channels, 1, width]
         self._conv_weight = conv.squeeze(1).T.contiguous()  # [width, channels]
-        self._step = builder.linear(prefix + "f_b_proj.weight")  # [value_width, head_dim]
-        self._step_bias = builder.tensor(prefix + "dt_bias").view(config.num_heads, -1)  # [num_heads, head_dim]
-        self._rate = builder.tensor(prefix + "A_log").exp().flatten()  # [num_heads]
-        self._gate = builder.linear(prefix + "g_b_proj.weight")  # [value_width, head_dim]
+        self._step = builder.linear(rows_of("f_b_proj.weight"))  # [value_width, head_dim]
+        self._step_bias = builder.tensor(rows_of("dt_bias")).view(len(heads), -1)  # [num_heads, head_dim]
+        self._rate = builder.tensor(prefix + "A_log").exp().flatten()[heads.start : heads.stop]  # [num_heads]
+        self._gate = builder.linear(rows_of("g_b_proj.weight"))  # [value_width, head_dim]
         self._norm = builder.norm(prefix + "o_norm.weight")  # [head_dim]
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, value_width]
+        self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, value_width]
         self.cached = CachedStates(layer)
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -21,7 +21,7 @@ from model_runtime.layers.cached_rows import attend_rows, store_rows
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, rotate
 from model_runtime.layers.sparse_index import SparseIndex
-from model_runtime.weights import Shape
+from model_runtime.weights import Shape, TensorRows
 
 _LATENT_NORM_EPS = 1e-6  # of the compressed rows and queries, whatever the model's other norms have
 
@@ -59,25 +59,31 @@ def latent_attention_shapes(prefix: str, config: ModelConfig) -> Mapping[str, Sh
 class LatentAttention:
     """Projections, rotation and attention of one layer, the tensors named `{prefix}kv_b_proj.weight` and so on.
 
-    With an `index` a token attends to the rows that it chooses.
+    The heads are those of this rank; compressed rows are the same on all ranks. With an `index` a token attends to the
+    rows that it chooses.
     """
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder, index: SparseIndex | None = None) -> None:
         config, latent = builder.config, latent_of(builder.config)
+        heads = builder.heads(config.num_heads)
         self._index = index
-        self._latent, self._num_heads, self._kernels = latent, config.num_heads, builder.kernels
+        self._latent, self._num_heads, self._kernels = latent, len(heads), builder.kernels
         self._scale = latent.query_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self._compress_query = None if latent.query_rank is None else builder.linear(prefix + "q_a_proj.weight")
         self._query_norm = None if latent.query_rank is None else _norm(prefix + "q_a_layernorm.weight", builder)
         query_name = prefix + ("q_proj.weight" if latent.query_rank is None else "q_b_proj.weight")
-        query = builder.tensor(query_name)  # [num_heads * query_head_dim, depth]
+        # [num_heads * query_head_dim, depth]
+        query = builder.tensor(TensorRows.of_heads(query_name, heads, latent.query_head_dim))
         query = query.view(self._num_heads, latent.query_head_dim, -1)
         self._query = builder.linear_of(_turning_apart(query, latent).flatten(0, 1))
         rows = _turning_apart(builder.tensor(prefix + "kv_a_proj_with_mqa.weight"), latent)  # [row_width, hidden]
         self._compress = builder.linear_of(rows)
         self._row_norm = _norm(prefix + "kv_a_layernorm.weight", builder)  # [rank]
-        self._expand = _Expansion(builder.tensor(prefix + "kv_b_proj.weight"), latent, self._num_heads, self._kernels)
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * value_head_dim]
+        expansion = TensorRows.of_heads(
+            prefix + "kv_b_proj.weight", heads, latent.nope_head_dim + latent.value_head_dim
+        )
+        self._expand = _Expansion(builder.tensor(expansion), latent, self._num_heads, self._kernels)
+        self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * value_head_dim]
         self.declaration = declare_latent_attention(layer)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles | None, context: ForwardContext) -> torch.Tensor:

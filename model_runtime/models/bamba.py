@@ -13,7 +13,6 @@ import torch
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.mamba2 import Mamba2Config
 from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
@@ -21,7 +20,7 @@ from model_runtime.layers.mamba2 import Mamba2, mamba2_shapes
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.rotary import Angles
 from model_runtime.models.decoder import Decoder
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.weights import Shape
 
 
 def mamba2_of(config: ModelConfig) -> Mamba2Config:
@@ -77,9 +76,9 @@ class BambaLayer:
 
 
 class BambaModel(Decoder):
-    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+    """The whole decoder. Reads its weights from the builder's source, whose tensors have been checked before."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+    def __init__(self, builder: LayerBuilder) -> None:
+        config = builder.config
         blocks = [BambaLayer(layer, builder) for layer in range(config.num_layers)]
         super().__init__(builder, blocks, builder.norm("model.final_layernorm.weight"))

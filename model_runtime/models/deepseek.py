@@ -15,14 +15,13 @@ import torch
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes, latent_of
 from model_runtime.layers.rotary import Angles
 from model_runtime.layers.sparse_index import SparseIndex, sparse_index_shapes
 from model_runtime.models.decoder import Decoder
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.weights import Shape
 
 
 def deepseek_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -72,9 +71,9 @@ class DeepseekLayer:
 
 
 class DeepseekModel(Decoder):
-    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+    """The whole decoder. Reads its weights from the builder's source, whose tensors have been checked before."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+    def __init__(self, builder: LayerBuilder) -> None:
+        config = builder.config
         blocks = [DeepseekLayer(layer, builder) for layer in range(config.num_layers)]
         super().__init__(builder, blocks, builder.norm("model.norm.weight"))

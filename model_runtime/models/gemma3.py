@@ -14,13 +14,13 @@ from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.attention import CachedAttention
+from model_runtime.layers.grouped_query import query_key_value_rows
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotate
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.weights import Shape
 
 
 def gemma3_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -54,19 +54,18 @@ def _norm(builder: LayerBuilder, name: str) -> RmsNorm:
 
 
 class Gemma3Attention:
-    """Projections, norms of query and key heads, rotation and attention of one layer."""
+    """Projections, norms of query and key heads, rotation and attention of one layer, of this rank's heads."""
 
     def __init__(self, layer: int, builder: LayerBuilder) -> None:
         config, prefix = builder.config, f"model.layers.{layer}.self_attn."
-        self._kernels = builder.kernels
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._qkv = builder.linear(
-            *(f"{prefix}{name}_proj.weight" for name in "qkv")
-        )  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+        self._kernels, self._head_dim = builder.kernels, config.head_dim
+        self._num_heads = len(builder.heads(config.num_heads))
+        self._num_kv_heads = len(builder.heads(config.num_kv_heads))
+        self._qkv = builder.linear(*query_key_value_rows(prefix, builder))
         self._query_norm = _norm(builder, prefix + "q_norm.weight")  # [head_dim]
         self._key_norm = _norm(builder, prefix + "k_norm.weight")  # [head_dim]
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer, config)
+        self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
+        self.cached = CachedAttention(layer, config, self._num_kv_heads)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -102,10 +101,10 @@ class Gemma3Layer:
 
 
 class Gemma3Model:
-    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+    """The whole decoder. Reads its weights from the builder's source, whose tensors have been checked before."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+    def __init__(self, builder: LayerBuilder) -> None:
+        config = builder.config
         self._full_rotary = RotaryTable.of(config)
         sliding_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
         self._sliding_rotary = RotaryTable(base_frequencies(sliding_theta, config.head_dim))

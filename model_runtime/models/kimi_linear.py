@@ -14,13 +14,12 @@ from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.delta_net import delta_net_of
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.kimi_delta import KimiDelta, kimi_delta_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.weights import Shape
 
 
 def kimi_linear_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -69,10 +68,10 @@ class KimiLinearLayer:
 
 
 class KimiLinearModel:
-    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+    """The whole decoder. Reads its weights from the builder's source, whose tensors have been checked before."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+    def __init__(self, builder: LayerBuilder) -> None:
+        config = builder.config
         self._embedding = builder.embedding("model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = tuple(KimiLinearLayer(layer, builder) for layer in range(config.num_layers))
         self._norm = builder.norm("model.norm.weight")  # [hidden]

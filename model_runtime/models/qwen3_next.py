@@ -13,7 +13,6 @@ import torch
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
-from model_runtime.kernels.interface import Kernels
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.experts import ExpertsConfig
 from model_runtime.layers.attention import CachedAttention
@@ -23,7 +22,7 @@ from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.rotary import Angles, rotate
 from model_runtime.models.decoder import Decoder
-from model_runtime.weights import Shape, TensorSource
+from model_runtime.weights import Shape, TensorRows
 
 
 def qwen3_next_tensor_shapes(config: ModelConfig) -> Mapping[str, Shape]:
@@ -81,18 +80,19 @@ def _norm(builder: LayerBuilder, name: str) -> RmsNorm:
 
 
 class Qwen3NextAttention:
-    """Attention of one layer: heads are normed and turn in part, and a gate decides what of them passes."""
+    """Attention of one layer, this rank's heads: they are normed and turn in part, and a gate decides what passes."""
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder) -> None:
         config = builder.config
-        self._kernels = builder.kernels
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._kernels, self._head_dim = builder.kernels, config.head_dim
+        self._num_heads = len(builder.heads(config.num_heads))
+        self._num_kv_heads = len(builder.heads(config.num_kv_heads))
         # [(2 * num_heads + 2 * num_kv_heads) * head_dim, hidden]
         self._projections = builder.linear_of(_stack_projections(prefix, builder))
         self._query_norm = _norm(builder, prefix + "q_norm.weight")  # [head_dim]
         self._key_norm = _norm(builder, prefix + "k_norm.weight")  # [head_dim]
-        self._output = builder.linear(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self.cached = CachedAttention(layer, config)
+        self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
+        self.cached = CachedAttention(layer, config, self._num_kv_heads)
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
         heads = self._projections(hidden).view(hidden.shape[0], -1, self._head_dim)  # [T, all heads, head_dim]
@@ -114,10 +114,12 @@ class Qwen3NextAttention:
 def _stack_projections(prefix: str, builder: LayerBuilder) -> torch.Tensor:
     """Rows in the order gates, queries, keys, values. A file has each head's query and gate together."""
     config = builder.config
-    paired = builder.tensor(prefix + "q_proj.weight").view(config.num_heads, 2, config.head_dim, -1)
+    heads, kv_heads = builder.heads(config.num_heads), builder.heads(config.num_kv_heads)
+    paired = builder.tensor(TensorRows.of_heads(prefix + "q_proj.weight", heads, 2 * config.head_dim))
+    paired = paired.view(len(heads), 2, config.head_dim, -1)
     query, gate = (part.reshape(-1, config.hidden_size) for part in paired.unbind(dim=1))
-    key, value = (builder.tensor(f"{prefix}{name}_proj.weight") for name in "kv")
-    return torch.cat((gate, query, key, value))
+    rows = (TensorRows.of_heads(f"{prefix}{name}_proj.weight", kv_heads, config.head_dim) for name in "kv")
+    return torch.cat((gate, query, builder.tensor(*rows)))
 
 
 class Qwen3NextExperts:
@@ -169,9 +171,9 @@ class Qwen3NextLayer:
 
 
 class Qwen3NextModel(Decoder):
-    """The whole decoder. Reads its weights from `source`, whose tensors have been checked before."""
+    """The whole decoder. Reads its weights from the builder's source, whose tensors have been checked before."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, kernels: Kernels) -> None:
-        builder = LayerBuilder(config=config, source=source, dtype=dtype, kernels=kernels)
+    def __init__(self, builder: LayerBuilder) -> None:
+        config = builder.config
         blocks = [Qwen3NextLayer(layer, builder) for layer in range(config.num_layers)]
         super().__init__(builder, blocks, _norm(builder, "model.norm.weight"))

@@ -83,7 +83,7 @@ def test_torch_distributed_is_imported_by_one_module_alone() -> None:
         for path in (ROOT / package).rglob("*.py")
         if "torch.distributed" in path.read_text(encoding="utf-8")
     ]
-    assert importers == ["model_runtime/gloo_context_ranks.py"]
+    assert importers == ["model_runtime/gloo_rank_group.py"]
 
 
 def test_an_empty_project_keeps_every_contract(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from model_runtime.family import CacheBudget
 from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.kernels.interface import Kernels
+from model_runtime.layer_builder import LayerBuilder
 from model_runtime.registry import cpu_backend, find_family
 from model_runtime.weight_choice import WeightChoice, apply_choice
 
@@ -49,7 +50,9 @@ class ModelBench:
         )
         self._kernels = cpu_backend(1).kernels if kernels is None else kernels
         source = apply_choice(weights, checkpoint.source, self._kernels)
-        self._model = family.build(config, source, torch.float32, self._kernels)
+        self._model = family.build(
+            LayerBuilder(config=config, source=source, dtype=torch.float32, kernels=self._kernels)
+        )
         bind_cache_groups(self._model.cache_layers, setup.plan)
         self._ledger = BlockLedger(self.arena.contract)
 

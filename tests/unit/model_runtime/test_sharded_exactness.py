@@ -20,9 +20,9 @@ from unit.model_runtime.tiny_models import TINY_MODELS
 from cache_runtime.errors import BlockIdError
 from cache_runtime.recipes.spec import CacheFamily, CacheGroupSpec, CacheRetention
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
-from model_runtime.context_ranks import ContextRanks
-from model_runtime.errors import ContextRanksError
+from model_runtime.errors import RankGroupError
 from model_runtime.executor import ModelExecutor
+from model_runtime.rank_group import RankGroup
 from model_runtime.sampler import SampledToken, SamplingParams
 
 GRAIN = 8
@@ -35,7 +35,7 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
 GREEDY = {"a": SamplingParams(), "b": SamplingParams()}
 
 
-def executor(checkpoint: Checkpoint, ranks: ContextRanks | None = None, memory_bytes: int = 2 << 20) -> ModelExecutor:
+def executor(checkpoint: Checkpoint, ranks: RankGroup | None = None, memory_bytes: int = 2 << 20) -> ModelExecutor:
     return ModelExecutor(
         checkpoint,
         memory_bytes=memory_bytes,
@@ -83,7 +83,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_sharded_requests_that_share_batches_and_are_cut_into_chunks_are_exact(pair: Pair, num_ranks: int) -> None:
     prompts = {f"{num} tokens": pair.prompt(num, seed=num) for num in (1, GRAIN, 37, 50)}
 
-    def work(ranks: ContextRanks) -> dict[str, list[int]]:
+    def work(ranks: RankGroup) -> dict[str, list[int]]:
         mine = executor(pair.checkpoint, ranks)
         assert [group.shard_count for group in mine.plan.groups if keeps_all_rows(group)] == [num_ranks]
         run = FusedRun(mine, token_budget=GRAIN + 1)
@@ -101,7 +101,7 @@ def test_sharded_prefix_hit_is_exact(pair: Pair) -> None:
     shared = pair.prompt(5 * GRAIN, seed=50)
     prompts = {"second": [*shared, 9, 8, 7]}
 
-    def work(ranks: ContextRanks) -> dict[str, list[int]]:
+    def work(ranks: RankGroup) -> dict[str, list[int]]:
         run = FusedRun(executor(pair.checkpoint, ranks))
         run.generate({"first": [*shared, 5]}, 4)
         generated = run.generate(prompts, 20)
@@ -115,7 +115,7 @@ def test_sharded_llama_in_arenas_that_must_evict_and_retract_is_exact(llama: Pai
     prompts = {f"{index}": llama.prompt(20, seed=index) for index in range(3)}
     layout = executor(llama.checkpoint).plan.layout
 
-    def work(ranks: ContextRanks) -> dict[str, list[int]]:
+    def work(ranks: RankGroup) -> dict[str, list[int]]:
         run = FusedRun(executor(llama.checkpoint, ranks, memory_bytes=layout.num_arena_bytes(8)))
         run.start(prompts, 48, declares_length=False)
         generated = run.finish(prompts)
@@ -129,7 +129,7 @@ def test_sharded_llama_in_arenas_that_must_evict_and_retract_is_exact(llama: Pai
 def test_every_llama_rank_has_the_same_logits_to_the_bit(llama: Pair) -> None:
     prompts = {"a": llama.prompt(40, seed=1), "b": llama.prompt(11, seed=2)}
 
-    def work(ranks: ContextRanks) -> dict[str, list[SampledToken]]:
+    def work(ranks: RankGroup) -> dict[str, list[SampledToken]]:
         run = FusedRun(executor(llama.checkpoint, ranks))
         run.generate(prompts, 12, SamplingParams(temperature=0.9, seed=5, num_logprobs=3))
         return run.tokens
@@ -146,7 +146,7 @@ def test_two_llama_ranks_with_half_of_the_memory_hold_the_same_tokens(llama: Pai
     assert executor(llama.checkpoint, memory_bytes=2 * half).token_capacity == 15 * GRAIN
     prompts = {"long": llama.prompt(14 * GRAIN - 8, seed=3)}
 
-    def work(ranks: ContextRanks) -> tuple[int, int, dict[str, list[int]]]:
+    def work(ranks: RankGroup) -> tuple[int, int, dict[str, list[int]]]:
         mine = executor(llama.checkpoint, ranks, memory_bytes=half)
         return mine.arena.num_bytes, mine.token_capacity, FusedRun(mine).generate(prompts, 8)
 
@@ -157,7 +157,7 @@ def test_a_llama_rank_writes_the_rows_of_its_own_blocks_and_nothing_else(llama: 
     """Poisoned arenas: after a forward only the rows of the tokens whose blocks a rank holds have changed."""
     tokens = llama.prompt(29, seed=4)
 
-    def work(ranks: ContextRanks) -> tuple[set[int], set[int]]:
+    def work(ranks: RankGroup) -> tuple[set[int], set[int]]:
         mine = executor(llama.checkpoint, ranks)
         for field in mine.plan.fields:
             mine.arena.field(field.field_id).fill_(float("nan"))
@@ -183,7 +183,7 @@ def test_a_llama_rank_writes_the_rows_of_its_own_blocks_and_nothing_else(llama: 
 
 
 def test_a_llama_rank_clears_its_own_blocks_and_nothing_else(llama: Pair) -> None:
-    def work(ranks: ContextRanks) -> set[int]:
+    def work(ranks: RankGroup) -> set[int]:
         mine = executor(llama.checkpoint, ranks)
         mine.arena.field("layers.1.v").fill_(1.0)
         plan = BlockLedger(mine.arena.contract).plan([Row(request_id="a", tokens=[3, 4, 5])])
@@ -195,7 +195,7 @@ def test_a_llama_rank_clears_its_own_blocks_and_nothing_else(llama: Pair) -> Non
 
 
 def test_nothing_is_cleared_when_any_id_of_a_plan_is_no_block(llama: Pair) -> None:
-    def work(ranks: ContextRanks) -> None:
+    def work(ranks: RankGroup) -> None:
         mine = executor(llama.checkpoint, ranks)
         mine.arena.field("layers.0.k").fill_(1.0)
         plan = BlockLedger(mine.arena.contract).plan([Row(request_id="a", tokens=[3, 4, 5])])
@@ -208,11 +208,11 @@ def test_nothing_is_cleared_when_any_id_of_a_plan_is_no_block(llama: Pair) -> No
 
 
 def test_ranks_with_different_plans_are_stopped_before_they_touch_the_arena(llama: Pair) -> None:
-    def work(ranks: ContextRanks) -> None:
+    def work(ranks: RankGroup) -> None:
         mine = executor(llama.checkpoint, ranks)
         plan = BlockLedger(mine.arena.contract).plan([Row(request_id="a", tokens=[3, 4, 5 + ranks.rank])])
         mine.arena.field("layers.0.k").fill_(7.0)
-        with pytest.raises(ContextRanksError, match=f"context rank {ranks.rank} of 2: plans differ"):
+        with pytest.raises(RankGroupError, match=f"rank {ranks.rank} of 2: plans differ"):
             mine.execute(plan, GREEDY)
         assert bool((mine.arena.field("layers.0.k") == 7.0).all())
 

@@ -1,4 +1,4 @@
-"""Context ranks as threads of this process: the same calls as between processes, without any."""
+"""Ranks as threads of this process: the same calls as between processes, without any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from model_runtime.context_ranks import ContextRanks
+from model_runtime.rank_group import RankGroup
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ class ThreadRank:
         return gathered
 
 
-def run_ranks(size: int, work: Callable[[ContextRanks], T]) -> list[T]:
+def run_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
     """What `work` returns on each rank, by rank. When one fails, the others are released and its error is raised."""
     meeting = _Meeting(size)
     failures: list[BaseException] = []

@@ -1,6 +1,6 @@
-"""ContextRanks: the processes that run the same model on the same plans and share the blocks of one cache.
+"""RankGroup: processes that run one model on the same plans, and share its cache by blocks or its layers by heads.
 
-The seam for what they tell one another. Knows no block and no transport.
+The seam for what they tell one another. Knows no block, no head and no transport.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from cache_runtime.mapping.batch_metadata import BatchPlan
-from model_runtime.errors import ContextRanksError
+from model_runtime.errors import RankGroupError
 from model_runtime.forward_batch import TokenPlan
 
 
-class ContextRanks(Protocol):
+class RankGroup(Protocol):
     """One of `size` ranks, as it sees the others. All ranks make the same calls in the same order."""
 
     @property
@@ -30,7 +30,7 @@ class ContextRanks(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Everybody's tensor, by rank; they have one shape and dtype. The values are the same on all ranks.
 
-        Raises ContextRanksError when a rank is gone or does not answer in time.
+        Raises RankGroupError when a rank is gone or does not answer in time.
         """
 
 
@@ -38,7 +38,7 @@ class RankedPlan(BatchPlan, TokenPlan, Protocol):
     """The part of a plan that all ranks must agree on."""
 
 
-class SingleContextRank:
+class SingleRank:
     """Nobody else."""
 
     @property
@@ -53,8 +53,13 @@ class SingleContextRank:
         return (tensor,)
 
 
-def check_same_plan(ranks: ContextRanks, plan: RankedPlan) -> None:
-    """Raises ContextRanksError when the ranks are about to carry out different plans.
+def gather_columns(part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """[T, width] of each rank -> [T, size * width], in the order of the ranks."""
+    return part if ranks.size == 1 else torch.cat(tuple(ranks.all_gather(part)), dim=1)
+
+
+def check_same_plan(ranks: RankGroup, plan: RankedPlan) -> None:
+    """Raises RankGroupError when the ranks are about to carry out different plans.
 
     Nothing else would show it: each would attend to rows that the others computed for something else.
     """
@@ -65,4 +70,4 @@ def check_same_plan(ranks: ContextRanks, plan: RankedPlan) -> None:
         digest = zlib.crc32(np.ascontiguousarray(array).data, digest)
     digests = [int(other) for other in ranks.all_gather(torch.tensor([digest]))]
     if len(set(digests)) > 1:
-        raise ContextRanksError(f"context rank {ranks.rank} of {ranks.size}: plans differ, their digests are {digests}")
+        raise RankGroupError(f"rank {ranks.rank} of {ranks.size}: plans differ, their digests are {digests}")

@@ -1,4 +1,4 @@
-"""Context ranks as processes that talk over gloo: the tokens of one process, and an end to waiting for the dead."""
+"""Ranks as processes that talk over gloo: the tokens of one process, and an end to waiting for the dead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from unit.model_runtime import tiny_llama
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.rows import key_value_fields
-from model_runtime.errors import ContextRanksError
-from model_runtime.gloo_context_ranks import GlooContextRanks
+from model_runtime.errors import RankGroupError
+from model_runtime.gloo_rank_group import GlooRankGroup
 from pdmesh_cli.parent_death import PARENT_PID_VARIABLE
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -41,12 +41,14 @@ class Order:
     store: Path
     memory_bytes: int
     rounds: list[dict[str, list[int]]]
+    kind: str = "context"
     size: int = 2
     timeout_s: float = 60.0
 
     def of_rank(self, rank: int) -> str:
         return json.dumps(
             {
+                "kind": self.kind,
                 "rank": rank,
                 "size": self.size,
                 "store": str(self.store),
@@ -142,16 +144,37 @@ def test_two_llama_processes_with_half_of_the_memory_each_give_the_exact_tokens(
     assert (result["arena_bytes"], result["token_capacity"]) == (half_memory_bytes(), 30 * GRAIN)
 
 
+def test_two_llama_processes_that_share_the_heads_give_the_exact_tokens(tmp_path: Path) -> None:
+    """A key and value head that both repeat; prompts in chunks beside decoding rows, then a prefix hit."""
+    reference = tiny_llama.make_reference(num_kv_heads=1)
+    shared = tiny_llama.random_prompt(5 * GRAIN, seed=50)
+    rounds = [{"short": tiny_llama.random_prompt(3, seed=1), "long": [*shared, 5]}, {"hit": [*shared, 9, 8, 7]}]
+    order = Order(
+        kind="tensor",
+        checkpoint=tiny_llama.save(reference, tmp_path),
+        store=tmp_path / "store",
+        memory_bytes=1 << 20,
+        rounds=rounds,
+    )
+    results = run_both(order)
+    assert results[0] == results[1]
+    assert results[0]["tokens"] == [
+        {name: tiny_llama.reference_greedy(reference, prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+        for prompts in rounds
+    ]
+    assert results[0]["hit_tokens"]["hit"] == 5 * GRAIN
+
+
 def test_a_rank_whose_peer_never_comes_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with pytest.raises(ContextRanksError, match="context rank 0 of 2: could not join"):
-        GlooContextRanks(rank=0, size=2, store_path=tmp_path / "store", timeout_s=1.0)
+    with pytest.raises(RankGroupError, match="rank 0 of 2: could not join"):
+        GlooRankGroup(rank=0, size=2, store_path=tmp_path / "store", timeout_s=1.0)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_the_ranks_is_refused(rank: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"rank {rank} is outside \[0, 2\)"):
-        GlooContextRanks(rank=rank, size=2, store_path=tmp_path / "store", timeout_s=1.0)
+        GlooRankGroup(rank=rank, size=2, store_path=tmp_path / "store", timeout_s=1.0)
 
 
 def test_a_rank_whose_peer_dies_fails_instead_of_waiting(tmp_path: Path) -> None:
@@ -174,4 +197,4 @@ def test_a_rank_whose_peer_dies_fails_instead_of_waiting(tmp_path: Path) -> None
             victim.wait(timeout=PROCESS_TIMEOUT_S)
         _, errors = survivor.communicate(timeout=PROCESS_TIMEOUT_S)
     assert survivor.returncode != 0
-    assert "ContextRanksError: context rank 0 of 2: " in errors
+    assert "RankGroupError: rank 0 of 2: " in errors

@@ -1,4 +1,4 @@
-"""GlooContextRanks: context ranks as processes that talk over torch.distributed with gloo. Its one importer."""
+"""GlooRankGroup: ranks as processes that talk over torch.distributed with gloo. Its one importer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model_runtime.errors import ContextRanksError
+from model_runtime.errors import RankGroupError
 
 
-class GlooContextRanks:
+class GlooRankGroup:
     """Joins the default process group of this process, so there is one at a time; `close` leaves it.
 
     Ranks meet through `store_path`, a file that all of them reach and nobody has used before. Joining and every call
-    wait at most `timeout_s`. Raises ContextRanksError when the others do not come, ValueError for a rank outside
+    wait at most `timeout_s`. Raises RankGroupError when the others do not come, ValueError for a rank outside
     [0, size).
     """
 
@@ -33,7 +33,7 @@ class GlooContextRanks:
                 timeout=timedelta(seconds=timeout_s),
             )
         except RuntimeError as error:
-            raise ContextRanksError(f"context rank {rank} of {size}: could not join: {error}") from error
+            raise RankGroupError(f"rank {rank} of {size}: could not join: {error}") from error
 
     @property
     def rank(self) -> int:
@@ -48,7 +48,7 @@ class GlooContextRanks:
         try:
             dist.all_gather(gathered, tensor.contiguous())
         except RuntimeError as error:
-            raise ContextRanksError(f"context rank {self._rank} of {self._size}: all_gather failed: {error}") from error
+            raise RankGroupError(f"rank {self._rank} of {self._size}: all_gather failed: {error}") from error
         return gathered
 
     def close(self) -> None:
