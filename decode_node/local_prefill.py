@@ -13,8 +13,8 @@ import numpy as np
 
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import Invoke
+from node_runtime.engine.scheduler import EngineScheduler
 from node_runtime.wire.decode import DecodeJob
-from scheduler_core import Scheduler
 
 
 @unique
@@ -29,7 +29,7 @@ class LocalPrefill:
     """The policy of one decode node, and how often it applied."""
 
     def __init__(
-        self, *, is_fallback: bool, max_uncached_tokens: int, scheduler: Scheduler, engine: EngineLoop
+        self, *, is_fallback: bool, max_uncached_tokens: int, scheduler: EngineScheduler, engine: EngineLoop
     ) -> None:
         """`is_fallback`: requests without a prefill node are taken. `scheduler` is used on the engine's thread only."""
         self.is_fallback = is_fallback

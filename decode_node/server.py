@@ -62,6 +62,7 @@ class DecodeNode:
         """
         self._peer_notice_bound_s = peer_notice_bound_s
         self._config = config
+        self._on_fatal = on_fatal
         self._core = core
         self._telemetry = telemetry
         self._clock = clock or SystemClock()
@@ -112,6 +113,8 @@ class DecodeNode:
         """Listens and serves. Raises PortInUse or BadConfig."""
         await self._server.start()
         self.engine.start()
+        if self._core.ranks is not None:
+            self._core.ranks.watch(self._on_fatal)
         for line in self._core.describe():
             _log.info("%s", line)
         self._server.set_serving(self.is_ready)
@@ -125,6 +128,8 @@ class DecodeNode:
             await self._receiving.remote.close()
             await self._receiving.peers.close()
         await asyncio.to_thread(self.engine.stop)
+        if self._core.ranks is not None:
+            await asyncio.to_thread(self._core.ranks.close)
         if self._core.data_plane is not None:
             self._core.data_plane.planes.close()
 

@@ -198,14 +198,14 @@ class ModelExecutor:
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
 
-    def logits(self, plan: ExecutablePlan) -> npt.NDArray[np.float32]:
+    def logits(self, plan: ExecutablePlan, on_stage: Callable[[int], None] | None = None) -> npt.NDArray[np.float32]:
         """The forward of `execute` without its sampling: [rows that want logits, vocab_size] in the order of the rows.
 
         Raises BatchContractError, ValueError or RankGroupError like `execute`.
         """
         metadata, batch = self._read(plan)
         self._check_same_plan(plan)
-        return self._forward(metadata, batch, _ignore_stage)
+        return self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
 
     def _check_same_plan(self, plan: ExecutablePlan) -> None:
         for ranks in (self._ranks, self._head_ranks):

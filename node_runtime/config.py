@@ -181,6 +181,12 @@ class ComputeNodeConfig(NodeConfig):
     num_threads: int | None = Field(
         default=None, ge=1, le=1024, description="Compute threads. Default: all cores that this process may use."
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that share the heads of every layer, each with an arena of its own. Only fused nodes.",
+    )
     enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
     data_plane: DataPlaneName = Field(
         default="auto",

@@ -203,7 +203,7 @@ class OutgoingTransfer:
             return None
         self._has_landed = True
         return TransferLanded(
-            summary=TransferSummary(num_bytes=self._num_bytes, num_runs=self._num_runs, busy=_merge(self._spans))
+            summary=TransferSummary(num_bytes=self._num_bytes, num_runs=self._num_runs, busy=merge_spans(self._spans))
         )
 
     def _tell(self, news: TransferNews | None) -> None:
@@ -211,7 +211,7 @@ class OutgoingTransfer:
             self._notify(news)
 
 
-def _merge(spans: Sequence[BusySpan]) -> tuple[BusySpan, ...]:
+def merge_spans(spans: Sequence[BusySpan]) -> tuple[BusySpan, ...]:
     """The union of the spans of single writes."""
     merged: list[BusySpan] = []
     for span in sorted(spans):

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.transfer.engine import Run
+from cache_runtime.transfer.partition import Pieces, plan_pieces
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
 from node_runtime.handoff.messages import Grant, GroupGrant
@@ -51,6 +53,7 @@ class _Delivery:
 
     grants: tuple[GroupGrant, ...]  # in the scheduler's order of groups
     target: RankPlacement
+    pieces: Mapping[str, Pieces] | None  # of each block of a field; None: all of it
     transfer: OutgoingTransfer
     checksums: TransferChecksums | None
     next_slots: list[list[int]]  # [stage][group]: first table slot that was not posted
@@ -64,7 +67,7 @@ class _Prompt:
     request_id: str
     num_tokens: int
     num_computed_tokens: list[int]
-    delivery: _Delivery | None = None
+    deliveries: list[_Delivery] = field(default_factory=list)  # one per tensor rank of the peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +99,11 @@ class PrefillSender:
         """
         Args:
             logical: Groups in the scheduler's order, fields and stages of this node's cache.
-            source: Placement of this node's arena.
+            source: Placement of this rank's arena.
             block_tables: The scheduler's current block tables of a request, one array per group.
         """
+        self._logical = logical
+        self._pieces_of: dict[TensorRank, Mapping[str, Pieces]] = {}
         self._source = source
         self._block_tables = block_tables
         self._group_ids = tuple(group.group_id for group in logical.groups)
@@ -155,8 +160,8 @@ class PrefillSender:
             row.prompt.num_computed_tokens[stage] = row.end_token
         self.poll()
         for row in self._rows:
-            if row.prompt.delivery is not None:
-                self._push(row.prompt, (stage,))
+            for delivery in row.prompt.deliveries:
+                self._push(row.prompt, delivery, (stage,))
 
     def poll(self) -> None:
         """Carries out what other threads asked for."""
@@ -169,24 +174,34 @@ class PrefillSender:
 
     def _open_delivery(self, mail: _Granted) -> None:
         prompt = self._prompts.get(mail.request_id)
-        if prompt is None or prompt.delivery is not None:
+        if prompt is None or any(known.target.tp_rank == mail.target.tp_rank for known in prompt.deliveries):
             return
         by_id = {group.group_id: group for group in mail.grant.groups}
         grants = tuple(by_id[group_id] for group_id in self._group_ids)
-        prompt.delivery = _Delivery(
+        delivery = _Delivery(
             grants=grants,
             target=mail.target,
+            pieces=self._pieces(mail.target),
             transfer=mail.transfer,
             checksums=mail.checksums,
             next_slots=[[group.first_slot for group in grants] for _ in self._stages],
             open_stages=set(range(len(self._stages))),
         )
-        self._push(prompt, range(len(self._stages)))
+        prompt.deliveries.append(delivery)
+        self._push(prompt, delivery, range(len(self._stages)))
 
-    def _push(self, prompt: _Prompt, stages: Sequence[int]) -> None:
+    def _pieces(self, target: RankPlacement) -> Mapping[str, Pieces] | None:
+        """What this rank writes of a block to `target`; ranks of nodes with equally many have the same heads."""
+        source, rank = self._source.tensor_rank, target.tensor_rank
+        if rank == source:
+            return None
+        if rank not in self._pieces_of:
+            self._pieces_of[rank] = plan_pieces(self._logical, source, rank)
+        return self._pieces_of[rank]
+
+    def _push(self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int]) -> None:
         """Posts what `stages` have completed and not yet posted. A fault ends this delivery and no other."""
-        delivery = prompt.delivery
-        if delivery is None or not delivery.open_stages:
+        if not delivery.open_stages:
             return
         try:
             runs = self._take_runs(prompt, delivery, stages)
@@ -234,6 +249,7 @@ class PrefillSender:
             table[begin_slot:end_slot],
             targets,
             group_id=fields.group_id,
+            pieces=delivery.pieces,
         )
 
 

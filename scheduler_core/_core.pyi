@@ -588,6 +588,9 @@ class RequestSpec:
         """None: undeclared"""
 
     @property
+    def extra_keys(self) -> list[bytes]: ...
+
+    @property
     def local_prefill(self) -> bool: ...
 
 class Capacity:

@@ -7,40 +7,107 @@ says why in one line. Blocking: opens files, reads weights, allocates the arena.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from cache_runtime.device import open_device
+from cache_runtime.device import Device, open_device
 from cache_runtime.errors import CacheError
-from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
 from cache_runtime.transfer.engine import DataPlaneError
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import ManifestError, build_manifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
+from model_runtime.rank_group import RankGroup
 from model_runtime.weight_choice import WeightChoice
 from node_runtime.config import ComputeNodeConfig
-from node_runtime.engine.cache_plan import scheduler_limits
+from node_runtime.engine.cache_plan import plan_cache, scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.engine.data_planes import known_to_older_releases, open_planes
+from node_runtime.engine.ranks.leader import MirroredExecutor, MirroredScheduler
+from node_runtime.engine.ranks.processes import FollowerProcesses
 from node_runtime.errors import BadConfig
 from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
+
+_BUILD_ERRORS = (ModelError, CacheError, ManifestError, DataPlaneError, ConfigError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What every rank of a node has: the model with its cache, and a scheduler of its own."""
+
+    checkpoint: Checkpoint
+    executor: ModelExecutor
+    scheduler: Scheduler
+    limits: SchedulerLimits
 
 
 def build_core(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: int = 64) -> ComputeCore:
     """The real parts of a node. Raises BadConfig naming the culprit."""
     try:
         return _build(config, role, max_ready_ungranted)
-    except (ModelError, CacheError, ManifestError, DataPlaneError, ConfigError, ValueError) as error:
+    except _BUILD_ERRORS as error:
+        raise BadConfig(str(error)) from error
+
+
+def build_rank(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: int, tensor_ranks: RankGroup) -> RankPart:
+    """The parts of one of several ranks of a node. Raises BadConfig naming the culprit."""
+    try:
+        checkpoint = open_checkpoint(config.model)
+        return _build_rank(config, role, checkpoint, open_device(config.device), max_ready_ungranted, tensor_ranks)
+    except _BUILD_ERRORS as error:
         raise BadConfig(str(error)) from error
 
 
 def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
     _check_device(config, role)
+    _check_ranks(config, role)
+    if config.tensor_parallel > 1:
+        return _build_leader(config, role, max_ready_ungranted)
     checkpoint = open_checkpoint(config.model)
     # Before the weights: a machine that lacks what the data plane needs is told so at once.
     planes = None if role is Role.FUSED else open_planes(config)
     device = open_device(config.device, is_shared=planes is not None and planes.find("shm") is not None)
+    part = _build_rank(config, role, checkpoint, device, max_ready_ungranted, None)
+    fingerprint = checkpoint.fingerprint
+    return ComputeCore(
+        executor=part.executor,
+        scheduler=part.scheduler,
+        group_ids=tuple(part.executor.arena.contract.group_ids),
+        facts=_facts(config, part, fingerprint),
+        data_plane=None if planes is None else _data_plane(config, planes, part.executor, fingerprint),
+    )
+
+
+def _build_leader(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
+    """Rank 0 of several, and the processes of the others."""
+    plan_cache(config, role)  # says what is wrong with the model or the settings before a process is started
+    processes = FollowerProcesses(config, role, max_ready_ungranted=max_ready_ungranted)
+    try:
+        part = build_rank(config, role, max_ready_ungranted=max_ready_ungranted, tensor_ranks=processes.group)
+        processes.wait_until_ready(part.executor.plan.num_lcm_blocks)
+        return ComputeCore(
+            executor=MirroredExecutor(part.executor, processes.followers),
+            scheduler=MirroredScheduler(part.scheduler, processes.followers),
+            group_ids=tuple(part.executor.arena.contract.group_ids),
+            facts=_facts(config, part, part.checkpoint.fingerprint),
+            data_plane=None,
+            ranks=processes,
+        )
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _build_rank(
+    config: ComputeNodeConfig,
+    role: Role,
+    checkpoint: Checkpoint,
+    device: Device,
+    max_ready_ungranted: int,
+    tensor_ranks: RankGroup | None,
+) -> RankPart:
     limits = scheduler_limits(config, role, checkpoint)
     executor = ModelExecutor(
         checkpoint,
@@ -49,8 +116,9 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         memory_bytes=config.memory,
         prefix_granularity=config.prefix_granularity,
         kernel_page_size=config.kernel_page_size,
-        num_threads=config.num_threads,
+        num_threads=_num_threads(config),
         scheduler_limits=limits,
+        tensor_ranks=tensor_ranks,
         device=device,
     )
     contract = executor.arena.contract
@@ -66,14 +134,24 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
         max_ready_ungranted=max_ready_ungranted,
     )
     scheduler_config.validate()
-    fingerprint = checkpoint.fingerprint
-    return ComputeCore(
-        executor=executor,
-        scheduler=Scheduler(scheduler_config),
-        group_ids=tuple(contract.group_ids),
-        facts=_facts(config, checkpoint, executor, fingerprint, limits.context_tokens),
-        data_plane=None if planes is None else _data_plane(config, planes, executor, fingerprint),
-    )
+    return RankPart(checkpoint=checkpoint, executor=executor, scheduler=Scheduler(scheduler_config), limits=limits)
+
+
+def _num_threads(config: ComputeNodeConfig) -> int:
+    """Ranks share the cores of the machine."""
+    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
+
+
+def _check_ranks(config: ComputeNodeConfig, role: Role) -> None:
+    if config.tensor_parallel == 1:
+        return
+    if role is not Role.FUSED:
+        raise BadConfig(
+            f"tensor_parallel: {config.tensor_parallel} given, a {role.name.lower()} node links one rank to its peers; "
+            "only fused nodes have more"
+        )
+    if config.device != "cpu":
+        raise BadConfig(f"tensor_parallel: {config.tensor_parallel} given, ranks need cpu, not {config.device}")
 
 
 def _check_device(config: ComputeNodeConfig, role: Role) -> None:
@@ -99,15 +177,14 @@ def _data_plane(config: ComputeNodeConfig, planes: PlaneSet, executor: ModelExec
     return DataPlane(planes=planes, manifest=manifest)
 
 
-def _facts(
-    config: ComputeNodeConfig, checkpoint: Checkpoint, executor: ModelExecutor, fingerprint: str, context_tokens: int
-) -> ModelFacts:
+def _facts(config: ComputeNodeConfig, part: RankPart, fingerprint: str) -> ModelFacts:
+    executor = part.executor
     return ModelFacts(
         name=config.served_model_name or Path(config.model).stem,
-        path=str(checkpoint.path),
+        path=str(part.checkpoint.path),
         fingerprint=fingerprint,
         vocab_size=executor.config.vocab_size,
-        context_tokens=context_tokens,
+        context_tokens=part.limits.context_tokens,
         prefix_granularity=executor.plan.prefix_granularity,
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
@@ -115,7 +192,8 @@ def _facts(
         weight_formats=executor.weights.formats,
         weight_bytes=executor.weights.num_bytes,
         float32_weight_bytes=executor.weights.float32_bytes,
-        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=_num_threads(config),
         device=str(executor.arena.device.torch_device),
         is_batch_invariant=executor.is_batch_invariant,
+        num_tensor_ranks=config.tensor_parallel,
     )

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from cache_runtime.errors import CacheError
 from cache_runtime.recipes.base import CacheSetup
+from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.scheduler_bridge import CapacityModel, SchedulerLimits
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.config import ModelConfig
 from model_runtime.errors import ModelError
 from model_runtime.family import CacheBudget
+from model_runtime.head_ranks import check_head_ranks
 from model_runtime.registry import find_family
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.errors import BadConfig
@@ -22,7 +24,7 @@ from scheduler_core import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCache:
-    """The cache that a node of this configuration would have."""
+    """The cache that a node of this configuration would have, on each of its tensor ranks."""
 
     model: ModelConfig
     limits: SchedulerLimits
@@ -38,12 +40,14 @@ def plan_cache(config: ComputeNodeConfig, role: Role) -> PlannedCache:
     """Raises BadConfig naming the culprit."""
     try:
         checkpoint = open_checkpoint(config.model)
+        check_head_ranks(checkpoint.config, num_tensor_ranks=config.tensor_parallel)
         limits = scheduler_limits(config, role, checkpoint)
         budget = CacheBudget(
             memory_bytes=config.memory,
             prefix_granularity=config.prefix_granularity,
             dtype=config.dtype,
             scheduler_limits=limits,
+            tensor_rank=TensorRank(size=config.tensor_parallel),
         )
         recipe = find_family(checkpoint.config.architecture).cache_recipe(checkpoint.config, budget)
         return PlannedCache(model=checkpoint.config, limits=limits, setup=recipe.setup())

@@ -5,15 +5,18 @@ A plain bundle, so that a node can be composed around other parts (see `assembly
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from cache_runtime.transfer.engine import TransferEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.config import ComputeNodeConfig, format_size
 from node_runtime.engine.loop import Executor
+from node_runtime.engine.scheduler import EngineScheduler
 from node_runtime.errors import BadConfig, InternalError
-from scheduler_core import Role, Scheduler
+from scheduler_core import Role
 
 # What the extra `compute` installs; a router does without.
 _COMPUTE_MODULES = ("torch", "safetensors")
@@ -38,6 +41,7 @@ class ModelFacts:
     num_threads: int
     device: str
     is_batch_invariant: bool
+    num_tensor_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +60,26 @@ class DataPlane:
         return found
 
 
+class RankProcesses(Protocol):
+    """The other tensor ranks of a node, which live and end with it."""
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Calls `on_lost` should a rank end before `close`, from then on."""
+
+    def close(self) -> None:
+        """Ends them. The engine must have stopped."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCore:
-    """The parts of one node. `data_plane` is None on a fused node."""
+    """The parts of one node. `data_plane` is None on a fused node, `ranks` on one that computes alone."""
 
     executor: Executor
-    scheduler: Scheduler
+    scheduler: EngineScheduler
     group_ids: tuple[str, ...]
     facts: ModelFacts
     data_plane: DataPlane | None
+    ranks: RankProcesses | None = None
 
     def require_data_plane(self) -> DataPlane:
         """Raises InternalError on a node that was composed without one."""
@@ -85,6 +100,8 @@ class ComputeCore:
             f"LCM blocks, prefix granularity {facts.prefix_granularity} tokens, at most "
             f"{self.scheduler.max_request_tokens} tokens per request",
         ]
+        if facts.num_tensor_ranks > 1:
+            lines.append(f"{facts.num_tensor_ranks} tensor ranks; threads, weights and arena are those of one")
         if self.data_plane is not None:
             offered = (f"{engine.name} at {engine.endpoint}" for engine in self.data_plane.planes.engines)
             lines.append(f"data planes: {', '.join(offered)}")

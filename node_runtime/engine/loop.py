@@ -6,7 +6,7 @@ handoff session and no data plane: a role joins in through `StepHooks` and throu
 `messages.py`.
 
 Failures: what the scheduler refuses and what the executor throws fails the requests concerned; a contract that the
-scheduler finds broken cannot be survived and goes to `on_fatal`.
+scheduler finds broken, or an engine that its executor calls broken, cannot be survived and goes to `on_fatal`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from node_runtime.engine.messages import (
     TokenGenerated,
     Update,
 )
+from node_runtime.engine.scheduler import EngineBroken, EngineScheduler
 from node_runtime.errors import InternalError, InvalidRequest, NodeError
 from node_runtime.handoff.messages import GroupGrant
 from scheduler_core import (
@@ -49,7 +50,6 @@ from scheduler_core import (
     HandedOverEvent,
     Plan,
     ResultEvent,
-    Scheduler,
     SubmitError,
 )
 
@@ -118,7 +118,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         executor: Executor,
         *,
         group_ids: Sequence[str],
@@ -255,6 +255,8 @@ class EngineLoop:
         """Everything before the pass. Zeroing comes first: a grant that is out may be written at once."""
         try:
             self._executor.zero_blocks(plan)
+        except EngineBroken:
+            raise
         except Exception as error:
             granted = [remote.request_id for remote in plan.remote_prefills]
             self._drop([*plan.request_ids, *granted], error)
@@ -296,6 +298,8 @@ class EngineLoop:
         }
         try:
             sampled = self._executor.execute(plan, sampling, lambda stage: self._hooks.on_stage(stage, plan))
+        except EngineBroken:
+            raise
         except Exception as error:
             self._drop(plan.request_ids, error)
             return

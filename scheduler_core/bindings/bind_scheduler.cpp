@@ -59,6 +59,14 @@ void BindSpec(nb::module_& module) {
           "tokens",
           [](nb::handle_t<RequestSpec> self) { return ViewOf(ValueOf<RequestSpec>(self).tokens, self); })
       .def_ro("max_new_tokens", &RequestSpec::max_new_tokens, "None: undeclared")
+      .def_prop_ro("extra_keys",
+                   [](const RequestSpec& self) {
+                     ByteKeys keys;
+                     for (const std::string& key : self.extra_keys) {
+                       keys.push_back(nb::bytes(key.data(), key.size()));
+                     }
+                     return keys;
+                   })
       .def_ro("local_prefill", &RequestSpec::local_prefill);
 }
 

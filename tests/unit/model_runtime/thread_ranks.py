@@ -15,7 +15,7 @@ T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-class _Meeting:
+class Meeting:
     """Where the ranks leave what they gather."""
 
     def __init__(self, size: int) -> None:
@@ -23,11 +23,14 @@ class _Meeting:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.slots: list[torch.Tensor] = [torch.empty(0)] * size
 
+    def ranks(self) -> list[RankGroup]:
+        return [ThreadRank(rank, self) for rank in range(self.size)]
+
 
 class ThreadRank:
     """One of the threads."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
 
     @property
@@ -48,7 +51,7 @@ class ThreadRank:
 
 def run_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
     """What `work` returns on each rank, by rank. When one fails, the others are released and its error is raised."""
-    meeting = _Meeting(size)
+    meeting = Meeting(size)
     failures: list[BaseException] = []
 
     def run(rank: int) -> T:

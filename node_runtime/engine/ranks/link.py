@@ -1,0 +1,69 @@
+"""RankLink: frames between the leading rank and one other, over a connected socket. Knows nothing of what they mean."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+_LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 1 << 30
+
+
+class RankLost(RuntimeError):
+    """The other rank is gone, or did not answer in time; names it."""
+
+
+class RankLink:
+    """Owns the socket. One thread sends and one receives, which may be the same."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        """`name`: the rank at the other end, for messages."""
+        self._connection = connection
+        self.name = name
+
+    def send(self, frame: bytes) -> None:
+        """Raises RankLost when nobody is left to read it."""
+        try:
+            self._connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """The next frame; None when the other end was closed between two frames. Raises RankLost."""
+        self._connection.settimeout(timeout_s)
+        try:
+            head = self._read(_LENGTH_BYTES)
+            if head is None:
+                return None
+            num_bytes = int.from_bytes(head, "little")
+            if num_bytes > MAX_FRAME_BYTES:
+                raise RankLost(f"{self.name} sends a frame of {num_bytes} bytes, limit {MAX_FRAME_BYTES}")
+            frame = self._read(num_bytes)
+        except TimeoutError:
+            raise RankLost(f"{self.name} did not answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error}") from error
+        finally:
+            with suppress(OSError):
+                self._connection.settimeout(None)
+        if frame is None:
+            raise RankLost(f"{self.name} is gone in the middle of a frame")
+        return frame
+
+    def close(self) -> None:
+        """Ends a `receive` at either end. Idempotent."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        """None at the end of the stream before the first byte."""
+        read = bytearray()
+        while len(read) < num_bytes:
+            piece = self._connection.recv(num_bytes - len(read))
+            if not piece:
+                if read:
+                    raise RankLost(f"{self.name} is gone in the middle of a frame")
+                return None
+            read += piece
+        return bytes(read)

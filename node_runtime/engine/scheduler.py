@@ -1,0 +1,40 @@
+"""The scheduler as the engine loop and the roles know it, and the end of an engine that cannot go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_core import Capacity, Event, Plan, RequestSpec
+
+
+class EngineBroken(RuntimeError):
+    """The engine's parts do not agree any more, for instance because a rank is gone. Nothing it holds can be used."""
+
+
+class EngineScheduler(Protocol):
+    """`scheduler_core.Scheduler` is one. Called from the engine thread."""
+
+    def submit(self, requests: Sequence[RequestSpec], /) -> None:
+        """Raises SubmitError naming the request and the limit; then none of the batch is accepted."""
+
+    def advance(self, events: Sequence[Event], /) -> None:
+        """Raises ContractError when an event breaks the agreement; then none of the batch is applied."""
+
+    def next_plan(self) -> Plan: ...
+
+    def clear_cache(self) -> bool: ...
+
+    def block_tables(self, request_id: str, /) -> Sequence[npt.NDArray[np.int32]]:
+        """Per group int32[slots], 0 where there is no block."""
+
+    def find_cached_tokens(self, tokens: npt.NDArray[np.int32], extra_keys: Sequence[bytes], /) -> int:
+        """How much of a prompt a local prefill would find in the cache now; changes nothing and promises nothing."""
+
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def max_request_tokens(self) -> int: ...

@@ -1,0 +1,133 @@
+"""A fused node whose tensor ranks are processes: the bits of one, and an end when a rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from unit.model_runtime import tiny_llama
+
+from decode_node.config import DecodeNodeConfig, FusedNodeConfig
+from model_runtime.sampler import SampledToken, SamplingParams
+from node_runtime.clock import ManualClock
+from node_runtime.engine.core import ComputeCore, load_core
+from node_runtime.engine.delivery import deliver_now
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import StopRule, SubmitRequest, TokenGenerated, Update
+from node_runtime.engine.ranks.processes import FollowerProcesses
+from node_runtime.engine.scheduler import EngineBroken
+from node_runtime.errors import BadConfig
+from scheduler_core import RequestSpec, Role
+
+NOTICE_TIMEOUT_S = 30.0
+SETTINGS: dict[str, object] = {
+    "memory": "1MiB",
+    "prefix_granularity": 8,
+    "kernel_page_size": 4,
+    "token_budget": 16,
+    "max_batch_size": 8,
+    "num_threads": 1,
+}
+
+
+def config_of(model: Path, tensor_parallel: int) -> FusedNodeConfig:
+    return FusedNodeConfig.model_validate({**SETTINGS, "model": str(model), "tensor_parallel": tensor_parallel})
+
+
+class Engine:
+    """An engine loop on the test's thread."""
+
+    def __init__(self, core: ComputeCore) -> None:
+        self.updates: dict[str, list[Update]] = {}
+        self.loop = EngineLoop(
+            core.scheduler,
+            core.executor,
+            group_ids=core.group_ids,
+            clock=ManualClock(),
+            deliver=deliver_now,
+            on_fatal=lambda error: None,
+        )
+
+    def submit(self, request_id: str, prompt: list[int], num_tokens: int = 8) -> None:
+        self.loop.post(
+            SubmitRequest(
+                spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=num_tokens),
+                sampling=SamplingParams(temperature=0.8, seed=3, num_logprobs=2),
+                stop=StopRule(max_new_tokens=num_tokens),
+                sink=self.updates.setdefault(request_id, []).append,
+            )
+        )
+
+    def tokens(self) -> dict[str, list[SampledToken]]:
+        return {
+            request_id: [update.token for update in updates if isinstance(update, TokenGenerated)]
+            for request_id, updates in self.updates.items()
+        }
+
+
+def generate(engine: Engine) -> dict[str, list[SampledToken]]:
+    """Chunks beside decoding rows, then a prefix hit."""
+    shared = tiny_llama.random_prompt(40, seed=1)
+    engine.submit("a", shared)
+    engine.submit("b", tiny_llama.random_prompt(5, seed=2))
+    engine.loop.run_until_idle()
+    engine.submit("c", [*shared, 3, 1, 4])
+    engine.loop.run_until_idle()
+    return engine.tokens()
+
+
+def test_two_processes_sample_the_tokens_of_one_and_end_with_the_node(tmp_path: Path) -> None:
+    model = tiny_llama.save(tiny_llama.make_reference(), tmp_path)
+    expected = generate(Engine(load_core(config_of(model, 1), Role.FUSED)))
+    core = load_core(config_of(model, 2), Role.FUSED)
+    assert isinstance(core.ranks, FollowerProcesses)
+    lost: list[BaseException] = []
+    core.ranks.watch(lost.append)
+    try:
+        assert generate(Engine(core)) == expected
+        assert any("2 tensor ranks" in line for line in core.describe())
+    finally:
+        core.ranks.close()
+    (process_id,) = core.ranks.process_ids
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+    assert not lost
+
+
+def test_a_node_hears_when_a_rank_is_killed_and_serves_nobody_after_it(tmp_path: Path) -> None:
+    core = load_core(config_of(tiny_llama.save(tiny_llama.make_reference(), tmp_path), 2), Role.FUSED)
+    assert isinstance(core.ranks, FollowerProcesses)
+    lost: list[BaseException] = []
+    has_lost = threading.Event()
+
+    def hear(error: BaseException) -> None:
+        lost.append(error)
+        has_lost.set()
+
+    try:
+        core.ranks.watch(hear)
+        (process_id,) = core.ranks.process_ids
+        os.kill(process_id, signal.SIGKILL)
+        assert has_lost.wait(NOTICE_TIMEOUT_S)
+        assert str(lost[0]) == f"tensor rank 1 ended with status {-signal.SIGKILL}"
+        engine = Engine(core)
+        engine.submit("a", [1, 2, 3])
+        with pytest.raises(EngineBroken):
+            engine.loop.run_until_idle()
+    finally:
+        core.ranks.close()
+
+
+def test_a_model_that_does_not_share_out_keeps_the_node_from_starting(tmp_path: Path) -> None:
+    model = tiny_llama.save(tiny_llama.make_reference(num_heads=6, num_kv_heads=3), tmp_path)
+    with pytest.raises(BadConfig, match="3 heads can neither be split over 2 tensor ranks"):
+        load_core(config_of(model, 2), Role.FUSED)
+
+
+def test_a_node_that_hands_caches_over_has_one_rank(tmp_path: Path) -> None:
+    values = {**SETTINGS, "model": str(tmp_path), "tensor_parallel": 2}
+    with pytest.raises(BadConfig, match="tensor_parallel: 2 given, a decode node links one rank to its peers"):
+        load_core(DecodeNodeConfig.model_validate(values), Role.DECODE)
