@@ -133,7 +133,7 @@ def test_text_and_logprobs_are_those_of_one_rank(checkpoint: Checkpoint, num_pre
         assert not logical_differences(
             prefill.manifest.logical, decode.manifest.logical, local_name="prefill", peer_name="decode"
         )
-        assert not check_bridgeable(prefill.manifest, decode.manifest)
+        assert not check_bridgeable(prefill.manifest, decode.manifest, max_linked_ranks=2)
         tokens = {name: hand_over(prefill, decode, name, prompt) for name, prompt in prompts.items()}
         for node in (prefill, decode):
             assert node.scheduler.clear_cache()

@@ -10,7 +10,7 @@ from unit.cache_runtime.transfer.manifests import FIELD_IDS, FULL, WINDOW, field
 
 from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily
-from cache_runtime.transfer.placement import check_bridgeable, logical_differences, unlinked_ranks
+from cache_runtime.transfer.placement import check_bridgeable, logical_differences
 from cache_runtime.transfer.schema import LogicalManifest, ManifestError, PlacementManifest, StageSchema
 
 
@@ -115,22 +115,22 @@ def ranks_of(tp_size: int, data_plane: str = "memory") -> PlacementManifest:
     return PlacementManifest(logical=logical(), ranks=ranks)
 
 
-def test_another_number_of_tensor_ranks_is_bridged() -> None:
-    assert check_bridgeable(manifest(), ranks_of(3)) == ()
-    assert check_bridgeable(ranks_of(3), manifest()) == ()
+def test_another_number_of_tensor_ranks_is_bridged_when_all_are_linked() -> None:
+    assert check_bridgeable(manifest(), ranks_of(3), max_linked_ranks=3) == ()
+    assert check_bridgeable(ranks_of(3), manifest(), max_linked_ranks=3) == ()
 
 
-def test_nodes_refuse_the_tensor_ranks_that_they_do_not_link_with_both_values() -> None:
-    assert unlinked_ranks(manifest(), manifest()) == ()
-    (reason,) = unlinked_ranks(manifest(), ranks_of(3))
-    assert reason.startswith("tp_size source=1, target=3")
+def test_nodes_refuse_tensor_ranks_that_they_do_not_link_with_both_values() -> None:
+    (reason,) = check_bridgeable(manifest(), ranks_of(3))
+    assert reason == "tp_size source=1, target=3: nodes link 1 rank each"
+    assert len(check_bridgeable(ranks_of(3), ranks_of(3))) == 1
 
 
 def test_ranks_that_exchange_bytes_need_one_data_plane() -> None:
-    assert check_bridgeable(manifest(), ranks_of(3, "mooncake")) == tuple(
+    assert check_bridgeable(manifest(), ranks_of(3, "mooncake"), max_linked_ranks=3) == tuple(
         f"rank 0 to rank {index}: data_plane source=memory, target=mooncake" for index in range(3)
     )
-    assert check_bridgeable(ranks_of(3), ranks_of(3, "mooncake"))[2] == (
+    assert check_bridgeable(ranks_of(3), ranks_of(3, "mooncake"), max_linked_ranks=3)[2] == (
         "rank 2: data_plane source=memory, target=mooncake"
     )
 
