@@ -93,7 +93,10 @@ class _ChunkRow:
 
 
 class PrefillSender:
-    """StepHooks of the prefill role. `grant` and `forget` are safe from every thread; the rest is for the engine's."""
+    """StepHooks of the prefill role. `grant` and `forget` are safe from every thread; the rest is for the engine's.
+
+    A prompt is granted once for each tensor rank of the peer, with that rank as the target.
+    """
 
     def __init__(self, *, logical: LogicalManifest, source: RankPlacement, block_tables: BlockTables) -> None:
         """

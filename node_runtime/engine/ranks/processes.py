@@ -46,13 +46,15 @@ class FollowerProcesses:
         store = Path(self._folder.name) / "store"
         # All ranks are on this machine, whatever its name resolves to.
         os.environ.setdefault(_INTERFACE_VARIABLE, "lo")
-        for rank in range(1, config.tensor_parallel):
-            self._start(rank)
-            self._links[-1].send(_introduction(config, role, rank, store, max_ready_ungranted))
         try:
+            for rank in range(1, config.tensor_parallel):
+                self._start(rank).send(_introduction(config, role, rank, store, max_ready_ungranted))
             self.group = GlooRankGroup(
                 rank=0, size=config.tensor_parallel, store_path=store, timeout_s=GATHER_TIMEOUT_S
             )
+        except RankLost as error:
+            self._end_processes()
+            raise BadConfig(str(error)) from error
         except BaseException:
             self._end_processes()
             raise
@@ -91,7 +93,7 @@ class FollowerProcesses:
         self._end_processes()
         self.group.close()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int) -> RankLink:
         ours, theirs = socket.socketpair()
         with theirs:
             self._processes.append(
@@ -101,7 +103,9 @@ class FollowerProcesses:
                     stdin=subprocess.DEVNULL,
                 )
             )
-        self._links.append(RankLink(ours, f"tensor rank {rank}"))
+        link = RankLink(ours, f"tensor rank {rank}")
+        self._links.append(link)
+        return link
 
     def _wait(self, rank: int, process: subprocess.Popen[bytes], on_lost: Callable[[BaseException], None]) -> None:
         status = process.wait()
