@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import pytest
 from support.rank_nodes import RankNode, RankParts
@@ -43,9 +44,22 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A prompt, and one that hits its first grains in the cache of either node; what one rank alone says to both."""
+
+    checkpoint: Checkpoint
+    prompts: Mapping[str, list[int]]
+    expected: Mapping[str, list[SampledToken]]
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(save(MODELS[request.param](), tmp_path_factory.mktemp("model")))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    checkpoint = open_checkpoint(save(MODELS[request.param](), tmp_path_factory.mktemp("model")))
+    vocab_size = checkpoint.config.vocab_size
+    first = random_prompt(37, 1, vocab_size)
+    prompts = {"a": first, "b": [*first[:24], *random_prompt(13, 2, vocab_size)]}
+    return Case(checkpoint=checkpoint, prompts=prompts, expected=generate_alone(checkpoint, prompts))
 
 
 def generate_alone(checkpoint: Checkpoint, prompts: Mapping[str, list[int]]) -> dict[str, list[SampledToken]]:
@@ -119,22 +133,18 @@ def open_lane(
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), list(itertools.product((1, 2), repeat=2)))
-def test_text_and_logprobs_are_those_of_one_rank(checkpoint: Checkpoint, num_prefill: int, num_decode: int) -> None:
+def test_text_and_logprobs_are_those_of_one_rank(case: Case, num_prefill: int, num_decode: int) -> None:
     """A prompt in chunks, then one that hits the cache of both nodes and hands over the rest."""
-    vocab_size = checkpoint.config.vocab_size
-    first = random_prompt(37, 1, vocab_size)
-    prompts = {"a": first, "b": [*first[:24], *random_prompt(13, 2, vocab_size)]}
-    expected = generate_alone(checkpoint, prompts)
     fabric = MemoryFabric()
     with (
-        RankNode(Role.PREFILL, checkpoint, num_prefill, fabric) as prefill,
-        RankNode(Role.DECODE, checkpoint, num_decode, fabric, memory_bytes=3 << 20) as decode,
+        RankNode(Role.PREFILL, case.checkpoint, num_prefill, fabric) as prefill,
+        RankNode(Role.DECODE, case.checkpoint, num_decode, fabric, memory_bytes=3 << 20) as decode,
     ):
         assert not logical_differences(
             prefill.manifest.logical, decode.manifest.logical, local_name="prefill", peer_name="decode"
         )
         assert not check_bridgeable(prefill.manifest, decode.manifest, max_linked_ranks=2)
-        tokens = {name: hand_over(prefill, decode, name, prompt) for name, prompt in prompts.items()}
+        tokens = {name: hand_over(prefill, decode, name, prompt) for name, prompt in case.prompts.items()}
         for node in (prefill, decode):
             assert node.scheduler.clear_cache()
             node.end_followers()
@@ -143,4 +153,4 @@ def test_text_and_logprobs_are_those_of_one_rank(checkpoint: Checkpoint, num_pre
             assert len(states) == 1
             capacity = node.parts[0].scheduler.capacity()
             assert capacity.empty_lcm_blocks == capacity.total_lcm_blocks
-    assert tokens == expected
+    assert tokens == case.expected

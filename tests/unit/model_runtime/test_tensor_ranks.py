@@ -88,21 +88,6 @@ def test_two_ranks_of_a_quantised_file_have_the_bits_of_one(tmp_path: Path) -> N
     assert run_ranks(2, lambda ranks: generate(executor(quantised, ranks), prompts)) == [alone, alone]
 
 
-def test_a_rank_keeps_its_heads_of_the_cache(checkpoint: Checkpoint) -> None:
-    """What is split is smaller; what ranks repeat, latent rows among it, is whole."""
-    whole = executor(checkpoint)
-
-    def work(ranks: RankGroup) -> dict[str, tuple[int, ...]]:
-        return {field.field_id: field.block_shape for field in executor(checkpoint, ranks).plan.fields}
-
-    shapes, other = run_ranks(2, work)
-    assert shapes == other
-    has_one_head = checkpoint.config.num_kv_heads == 1
-    for field in whole.plan.fields:
-        is_repeated = field.partition_axis is None or (has_one_head and field.field_id.endswith((".k", ".v")))
-        assert (shapes[field.field_id] == field.block_shape) == is_repeated
-
-
 def test_a_rank_reads_and_keeps_half_of_the_weights_of_its_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +128,10 @@ def test_the_rows_and_states_of_the_ranks_are_the_parts_of_those_of_one_rank(che
     whole = fields_of(one)
     parts = run_ranks(2, lambda ranks: fields_of(executor(checkpoint, ranks)))
     for field in one.plan.fields:
+        is_repeated = field.partition_axis is None or (
+            checkpoint.config.num_kv_heads == 1 and field.field_id.endswith((".k", ".v"))
+        )
+        assert (parts[0][field.field_id].shape == whole[field.field_id].shape) == is_repeated
         for rank, part in enumerate(parts):
             expected = whole[field.field_id]
             if field.partition_axis is not None:
