@@ -227,6 +227,42 @@ async def test_a_prefill_node_that_falls_silent_is_given_up_and_the_blocks_retur
     assert answer.token_ids == expected_tokens(PROMPT, 4)
 
 
+class RestartingPrefill(SilentPrefill):
+    """Another incarnation each time it is asked."""
+
+    async def Bootstrap(self, request, context):
+        response = await super().Bootstrap(request, context)
+        self.num_incarnations += 1
+        response.incarnation = self.num_incarnations
+        return response
+
+    num_incarnations = 0
+
+
+async def test_a_prefill_node_that_comes_back_as_another_incarnation_ends_the_handoffs_with_the_old_one(
+    mesh: FakeMesh,
+) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(config={"handoff_lease_s": 3.0})
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(RestartingPrefill(prefill), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    peers = decode.node._receiving.peers
+    try:
+        old = asyncio.ensure_future(mesh.error(decode, PROMPT, prefill_address=address))
+        await until(lambda: decode.node.engine.snapshot.active_lcm_blocks > 0, "the old incarnation has its grant")
+        peers.suspect(peers._entries[address].peer, "a reason to bootstrap again")
+        new = asyncio.ensure_future(mesh.error(decode, PROMPT, prefill_address=address, timeout=1.0))
+        code, message = await old
+        assert code == grpc.StatusCode.UNAVAILABLE
+        assert "was restarted" in message
+        await new
+    finally:
+        await server.stop(None)
+    await decode.assert_all_blocks_return()
+
+
 class OlderPrefill(SilentPrefill):
     """Passes everything on to the real one it stands before, like a release that knows no leases and no checksums."""
 
