@@ -96,7 +96,7 @@ def open_stream_engine(
 
 
 def _listen(bind_host: str, port: int) -> socket.socket:
-    if not bind_host and socket.has_dualstack_ipv6():
+    if bind_host in ("", "::") and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
     return socket.create_server((bind_host, port), family=family, backlog=_BACKLOG)
