@@ -102,6 +102,7 @@ def request_report(placement: Placement, finish: Finish) -> Text:
     tokens = f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} completion ({describe_finish(finish)})"
     rows = [
         ("ran", describe_place(placement)),
+        *_moves(finish),
         ("tokens", tokens),
         ("cached", describe_cached(usage.cached)),
         ("speed", describe_speed(finish)),
@@ -110,6 +111,13 @@ def request_report(placement: Placement, finish: Finish) -> Text:
         rows.append(("handoff", describe_handoff(finish.timings)))
     lines = (Text.assemble((f"{label:<9}", "bold"), text) for label, text in rows)
     return Text("\n").join(lines)
+
+
+def _moves(finish: Finish) -> list[tuple[str, str]]:
+    """That the request did not stay where it was placed first, if so."""
+    if not finish.num_replacements:
+        return []
+    return [("moved", f"{counted(finish.num_replacements, 'time')}, because a node had failed or refused it")]
 
 
 def summary_table(rows: Sequence[tuple[str, Finish]]) -> Table:

@@ -55,6 +55,11 @@ def test_a_request_of_one_node_has_no_handoff() -> None:
     assert "handoff" not in text
 
 
+def test_a_request_that_did_not_stay_where_it_was_placed_says_so() -> None:
+    lines = _text(report.request_report(_PLACEMENT, dataclasses.replace(_FINISH, num_replacements=2))).splitlines()
+    assert lines[1] == "moved    2 times, because a node had failed or refused it"
+
+
 def test_the_summary_has_one_line_per_request() -> None:
     lines = _text(report.summary_table([("a chat", _FINISH), ("another", _FINISH)])).splitlines()
     assert len(lines) == 3
