@@ -4,68 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+from integration.ranks.engines import SETTINGS, Engine, config_of
+from support.processes import wait_until
 from unit.model_runtime import tiny_llama
 
-from decode_node.config import DecodeNodeConfig, FusedNodeConfig
-from model_runtime.sampler import SampledToken, SamplingParams
-from node_runtime.clock import ManualClock
-from node_runtime.engine.core import ComputeCore, load_core
-from node_runtime.engine.delivery import deliver_now
-from node_runtime.engine.loop import EngineLoop
-from node_runtime.engine.messages import StopRule, SubmitRequest, TokenGenerated, Update
+from decode_node.config import DecodeNodeConfig
+from model_runtime.sampler import SampledToken
+from node_runtime.engine.core import load_core
 from node_runtime.engine.ranks.processes import FollowerProcesses
 from node_runtime.engine.scheduler import EngineBroken
 from node_runtime.errors import BadConfig
-from scheduler_core import RequestSpec, Role
+from pdmesh_cli.parent_death import PARENT_PID_VARIABLE
+from scheduler_core import Role
 
+TESTS = Path(__file__).resolve().parents[2]
 NOTICE_TIMEOUT_S = 30.0
-SETTINGS: dict[str, object] = {
-    "memory": "1MiB",
-    "prefix_granularity": 8,
-    "kernel_page_size": 4,
-    "token_budget": 16,
-    "max_batch_size": 8,
-    "num_threads": 1,
-}
-
-
-def config_of(model: Path, tensor_parallel: int) -> FusedNodeConfig:
-    return FusedNodeConfig.model_validate({**SETTINGS, "model": str(model), "tensor_parallel": tensor_parallel})
-
-
-class Engine:
-    """An engine loop on the test's thread."""
-
-    def __init__(self, core: ComputeCore) -> None:
-        self.updates: dict[str, list[Update]] = {}
-        self.loop = EngineLoop(
-            core.scheduler,
-            core.executor,
-            group_ids=core.group_ids,
-            clock=ManualClock(),
-            deliver=deliver_now,
-            on_fatal=lambda error: None,
-        )
-
-    def submit(self, request_id: str, prompt: list[int], num_tokens: int = 8) -> None:
-        self.loop.post(
-            SubmitRequest(
-                spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=num_tokens),
-                sampling=SamplingParams(temperature=0.8, seed=3, num_logprobs=2),
-                stop=StopRule(max_new_tokens=num_tokens),
-                sink=self.updates.setdefault(request_id, []).append,
-            )
-        )
-
-    def tokens(self) -> dict[str, list[SampledToken]]:
-        return {
-            request_id: [update.token for update in updates if isinstance(update, TokenGenerated)]
-            for request_id, updates in self.updates.items()
-        }
 
 
 def generate(engine: Engine) -> dict[str, list[SampledToken]]:
@@ -119,6 +78,34 @@ def test_a_node_hears_when_a_rank_is_killed_and_serves_nobody_after_it(tmp_path:
             engine.loop.run_until_idle()
     finally:
         core.ranks.close()
+
+
+def test_a_rank_is_gone_at_once_when_its_node_is_killed_in_the_middle_of_a_pass(tmp_path: Path) -> None:
+    model = tiny_llama.save(tiny_llama.make_reference(), tmp_path)
+    leader = subprocess.Popen(
+        [sys.executable, "-m", "integration.ranks.leading_process", str(model)],
+        cwd=TESTS,
+        env=os.environ | {PARENT_PID_VARIABLE: str(os.getpid())},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert leader.stdout is not None
+        process_id = int(leader.stdout.readline())
+        assert is_running(process_id)
+    finally:
+        leader.kill()
+        leader.wait()
+    wait_until(lambda: not is_running(process_id), NOTICE_TIMEOUT_S, "the end of the follower")
+
+
+def is_running(process_id: int) -> bool:
+    """Not gone, nor waiting for whoever inherited it."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def test_a_model_that_does_not_share_out_keeps_the_node_from_starting(tmp_path: Path) -> None:
