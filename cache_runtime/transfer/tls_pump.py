@@ -56,15 +56,20 @@ class _Direction:
         return len(self._pending) < num_bytes
 
     def _receive(self) -> None:
+        # As much as there is: TLS hands out one record at a time, and each send wakes the other side.
+        room = memoryview(self._buffer)
+        num_bytes = 0
         try:
-            num_bytes = self._source.recv_into(self._buffer)
+            while num_bytes < len(room) and not self._is_at_end:
+                num_received = self._source.recv_into(room[num_bytes:])
+                num_bytes += num_received
+                self._is_at_end = num_received == 0
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
-            return
+            pass
         except OSError:
             # However a connection ends, nothing more comes.
-            num_bytes = 0
-        self._pending = memoryview(self._buffer)[:num_bytes]
-        self._is_at_end = num_bytes == 0
+            self._is_at_end = True
+        self._pending = room[:num_bytes]
 
 
 class _Pump:
