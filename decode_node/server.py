@@ -178,6 +178,7 @@ class DecodeNode:
         role = mesh_pb2.NODE_ROLE_FUSED if receiving is None else mesh_pb2.NODE_ROLE_DECODE
         info = describe_node(self._core, node_id=self._config.node_id, incarnation=self._incarnation, role=role)
         info.prefills_locally = receiving is not None and receiving.local.is_fallback
+        data_plane = self._core.data_plane
         return ComputeReporter(
             info=info,
             engine=self.engine,
@@ -185,6 +186,7 @@ class DecodeNode:
             is_serving=lambda: self.is_ready,
             num_handoffs=lambda: receiving.remote.num_handoffs if receiving else 0,
             num_local_prefills=lambda: receiving.local.num_prompts if receiving else 0,
+            num_refused_runs=lambda: data_plane.planes.num_refused_runs if data_plane else 0,
             peers=lambda: receiving.peers.statuses() if receiving else (),
             verifications=lambda: (
                 (receiving.verifier.num_verified, receiving.verifier.num_damaged) if receiving else (0, 0)

@@ -25,6 +25,7 @@ class ComputeReporter:
         peers: Callable[[], Sequence[mesh_pb2.PeerStatus]],
         verifications: Callable[[], tuple[int, int]] = lambda: (0, 0),
         num_local_prefills: Callable[[], int] = lambda: 0,
+        num_refused_runs: Callable[[], int] = lambda: 0,
     ) -> None:
         """`clear_cache` is run on the engine thread; the other callables are read on the event loop.
 
@@ -36,6 +37,7 @@ class ComputeReporter:
         self._is_serving = is_serving
         self._num_handoffs = num_handoffs
         self._num_local_prefills = num_local_prefills
+        self._num_refused_runs = num_refused_runs
         self._peers = peers
         self._verifications = verifications
 
@@ -63,6 +65,7 @@ class ComputeReporter:
             num_verified_handoffs=num_verified,
             num_damaged_handoffs=num_damaged,
             num_local_prefills=self._num_local_prefills(),
+            num_refused_runs=self._num_refused_runs(),
         )
 
     async def clear_cache(self) -> bool:

@@ -172,7 +172,7 @@ async def test_a_write_that_no_grant_holds_is_refused_and_makes_nobody_suspect(m
     code, message = await mesh.error(other, PROMPT, prefill_address=one.address)
     assert code == grpc.StatusCode.UNAVAILABLE
     assert "not granted" in message
-    assert data_plane.planes.num_refused_runs > 0
+    assert (await mesh.status(other)).num_refused_runs == data_plane.planes.num_refused_runs > 0
     engine.allow = allow
     assert one.node._peers.statuses()[0].state == "ready"
     answer = await mesh.generate(other, PROMPT, prefill_address=one.address)
