@@ -1,4 +1,6 @@
-"""Models with states over the real data plane: prefill and decode as two processes, no router and no tokenizer."""
+"""Models with states over data planes that leave the host: prefill and decode as two processes, no router and no
+tokenizer. The other tests of this folder go over shared memory, which nodes of one host choose.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,18 @@ class Pair:
         return tokens, finish
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "kimi"])
+@pytest.fixture(scope="module", params=[("qwen3_next", "mooncake"), ("kimi", "stream")], ids="-".join)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    reference = TINY_MODELS[request.param]()
-    folder = tmp_path_factory.mktemp(request.param)
-    common = ("--model", str(save(reference, folder / "model")), "--port", "0", *COMPUTE, *CHUNKS)
+    name, data_plane = request.param
+    reference = TINY_MODELS[name]()
+    folder = tmp_path_factory.mktemp(name)
+    model = save(reference, folder / "model")
+    common = ("--model", str(model), "--port", "0", "--data-plane", data_plane, *COMPUTE, *CHUNKS)
     prefill = NodeProcess("prefill", common, folder)
     decode = NodeProcess("decode", [*common, "--prefill", prefill.address], folder)
     for node in (prefill, decode):
         node.wait_serving()
+    assert decode.status().peers[0].data_plane == data_plane
     yield Pair(reference, prefill, decode)
     for node in (decode, prefill):
         node.stop()
