@@ -11,7 +11,7 @@ import logging
 from cache_runtime.transfer.block_spans import block_spans
 from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, TransferEngine
 from cache_runtime.transfer.schema import PlacementManifest
-from node_runtime.handoff.events import AbortScheduling, DecodeAction, MarkDone, MarkQuiesced, Send, Verify
+from node_runtime.handoff.events import AbortScheduling, DecodeAction, MarkDone, MarkQuiesced, Send
 from node_runtime.handoff.messages import Grant
 
 _log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ class GrantFence:
         """Before the action of the session is carried out."""
         if isinstance(action, Send) and isinstance(action.message, Grant):
             self._open(action.message)
-        elif isinstance(action, Verify | MarkDone | AbortScheduling | MarkQuiesced):
-            self._close()
+        elif isinstance(action, MarkDone | AbortScheduling | MarkQuiesced):
+            self.close()
 
     def _open(self, grant: Grant) -> None:
         blocks = {group.group_id: group.block_ids for group in grant.groups}
@@ -50,7 +50,8 @@ class GrantFence:
             # The node stops; what the peer writes is refused.
             _log.info("the grant of a handoff cannot be filled any more: %s", error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Nothing more may be filled. Idempotent."""
         if self._permit is not None:
             self._permit.revoke()
             self._permit = None

@@ -56,6 +56,7 @@ QUIET_GRACE_S = 10.0
 _FAREWELL_S = 5.0
 _INTERNAL = 13
 _UNAVAILABLE = 14
+_DATA_LOSS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,14 @@ class IncomingHandoff:
         self._fence = fence
         self._on_suspect = on_suspect
         self._verifier = verifier
-        self._verifying: asyncio.Task[None] | None = None
+        self._is_verified = False
+        self._comparisons: set[asyncio.Task[None]] = set()
         self._session = DecodeHandoff(
-            start, drain_bound_s=drain_bound_s, notice_bound_s=notice_bound_s, vocab_size=vocab_size
+            start,
+            drain_bound_s=drain_bound_s,
+            notice_bound_s=notice_bound_s,
+            vocab_size=vocab_size,
+            fields_per_group=verifier.fields_per_group,
         )
         self._outgoing: asyncio.Queue[RequestMessage] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
@@ -205,6 +211,9 @@ class IncomingHandoff:
     def _feed(self, event: DecodeEvent) -> None:
         for action in self._session.handle(event, self._clock.now_s()):
             self._carry_out(action)
+        if self._session.state is DecodeState.VERIFYING:
+            # Everything has landed: what is compared now must not change any more.
+            self._fence.close()
         if self._fence.holds and self._session.state is DecodeState.QUARANTINED:
             # The fence was closed with the end of the handoff; there is nothing to wait for.
             self._feed(Fenced())
@@ -235,8 +244,13 @@ class IncomingHandoff:
                 self.ready_at_s = self._clock.now_s()
                 self._post(ReadyEvent(self._engine_id))
             case Verify():
-                self._verifying = asyncio.create_task(self._verify(action))
+                self._is_verified = True
+                task = asyncio.create_task(self._verify(action))
+                self._comparisons.add(task)
+                task.add_done_callback(self._comparisons.discard)
             case MarkDone():
+                if self._is_verified:
+                    self._verifier.count(is_damaged=False)
                 self._engine.post(AcceptFirstToken(request_id=self._engine_id, token=action.done.first_token))
                 if not self.outcome.done():
                     self.outcome.set_result(Received(done=action.done, cached_tokens=self._cached_tokens))
@@ -251,18 +265,18 @@ class IncomingHandoff:
 
     async def _verify(self, wanted: Verify) -> None:
         try:
-            damage = await asyncio.to_thread(self._verifier.find_damage, wanted.groups, wanted.done.checksums)
+            damage = await asyncio.to_thread(self._verifier.find_damage, wanted.groups, wanted.checksums)
         except Exception:
             _log.exception("a transfer cannot be verified")
             self._feed(GaveUp(code=_INTERNAL, message="internal error; the log of the decode node has the details"))
             return
-        self._verifier.count(is_damaged=bool(damage))
-        if damage:
-            _log.error("handoff with prefill node %s: %s", self._peer.node_id, damage)
-            self._on_suspect(damage)
         self._feed(Verified(damage=damage))
 
     def _fail(self, failure: EndWithFailure) -> None:
+        if failure.code == _DATA_LOSS and self._is_verified:
+            _log.error("handoff with prefill node %s: %s", self._peer.node_id, failure.message)
+            self._verifier.count(is_damaged=True)
+            self._on_suspect(failure.message)
         # The session knows codes only; whoever places the request wants to know that it was a node that leaves.
         error = self._draining or error_from_code(failure.code, failure.message, self._peer.address)
         if self._was_ready and failure.code == _UNAVAILABLE:

@@ -6,13 +6,12 @@ Knows the arena and the grant; which handoffs are verified, and what a differenc
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from cache_runtime.transfer.checksums import BlockHasher, blocks_per_digest, fold
+from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
-from node_runtime.handoff.messages import FieldChecksums, GroupGrant
-
-_MAX_FIELDS_NAMED = 3
+from node_runtime.handoff.messages import Checksums, GroupGrant
 
 
 class TransferVerifier:
@@ -20,7 +19,8 @@ class TransferVerifier:
 
     def __init__(self, logical: LogicalManifest, placement: RankPlacement, *, fraction: float, seed: int) -> None:
         """`fraction` of the handoffs are verified, 0 for none, 1 for all. `placement` is that of our own arena."""
-        self._logical = logical
+        self._group_of = {item.field_id: item.group_id for item in logical.fields}
+        self.fields_per_group: Mapping[str, int] = Counter(self._group_of.values())
         self._hasher = BlockHasher(placement)
         self._fraction = fraction
         self._random = random.Random(seed)
@@ -36,18 +36,16 @@ class TransferVerifier:
         self.num_verified += 1
         self.num_damaged += is_damaged
 
-    def find_damage(self, groups: Sequence[GroupGrant], checksums: Sequence[FieldChecksums]) -> str:
-        """Where our blocks are not what was sent; empty when they are. Blocking: reads every granted byte."""
-        blocks = {group.group_id: group.block_ids for group in groups}
-        told = {item.field_id: item.digests for item in checksums}
-        num_blocks = [len(blocks[item.group_id]) for item in self._logical.fields]
-        share = blocks_per_digest(num_blocks)
-        damaged = [
-            item.field_id
-            for item in self._logical.fields
-            if told.get(item.field_id) != fold(self._hasher.digests(item.field_id, blocks[item.group_id]), share)
-        ]
-        if not damaged:
-            return ""
-        more = f" and {len(damaged) - _MAX_FIELDS_NAMED} more" if len(damaged) > _MAX_FIELDS_NAMED else ""
-        return f"the cache differs from what was sent in {', '.join(damaged[:_MAX_FIELDS_NAMED])}{more}"
+    def find_damage(self, groups: Sequence[GroupGrant], checksums: Checksums) -> str:
+        """Where our blocks are not what was sent; empty when they are. Blocking: reads every byte of these blocks."""
+        granted = {group.group_id: group for group in groups}
+        for told in checksums.fields:
+            group = granted.get(self._group_of.get(told.field_id, ""))
+            end_slot = told.first_slot + told.num_blocks
+            where = f"{told.field_id}, table slots [{told.first_slot}, {end_slot})"
+            if group is None or told.first_slot < group.first_slot or end_slot > group.end_slot:
+                return f"checksums came for what was not granted: {where}"
+            blocks = group.block_ids[told.first_slot - group.first_slot : end_slot - group.first_slot]
+            if self._hasher.digests(told.field_id, blocks) != told.digests:
+                return f"the cache differs from what was sent in {where}"
+        return ""

@@ -18,7 +18,6 @@ import numpy as np
 
 from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.engine import TransferError, TransferRefused, TransferRevoked, TransferTimeout
-from cache_runtime.transfer.schema import LogicalManifest
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -38,6 +37,7 @@ from node_runtime.errors import InternalError, InvalidRequest, NodeError, Transf
 from node_runtime.handoff.events import (
     AbortScheduling,
     Admitted,
+    ChecksumsTaken,
     Completed,
     Drained,
     EndWithFailure,
@@ -57,11 +57,11 @@ from node_runtime.handoff.events import (
     SubmitPrompt,
     Tick,
 )
-from node_runtime.handoff.messages import Done, FieldChecksums, Grant, HandoffTimings, ResponseMessage, Start
+from node_runtime.handoff.messages import Checksums, Done, Grant, HandoffTimings, ResponseMessage, Start
 from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import PrefillState
 from node_runtime.rpc import code_number
-from prefill_node.checksums import TransferChecksums, granted_slots
+from prefill_node.checksums import ChecksumNews, ChecksumsComplete, TransferChecksums
 from prefill_node.outgoing import (
     OutgoingTransfer,
     TransferDrained,
@@ -111,29 +111,22 @@ class Progress:
     first_token_at_s: float | None = None
     is_handed_over: bool = False
     transfer: TransferSummary | None = None
-    # Empty until all are taken, and when none are wanted.
-    checksums: tuple[FieldChecksums, ...] = ()
+    # None until all were sent.
+    num_checksum_parts: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksumTools:
     """What the checksums of a prefill node's transfers are taken with."""
 
-    logical: LogicalManifest
     hasher: BlockHasher
     executor: Executor
 
     def begin(
-        self,
-        grant: Grant,
-        on_complete: Callable[[tuple[FieldChecksums, ...]], None],
-        on_fault: Callable[[Exception], None],
+        self, handoff_id: bytes, tell: Callable[[ChecksumNews], None], on_fault: Callable[[Exception], None]
     ) -> TransferChecksums:
         """The checksums of one handoff; both callables are called on the executor's thread."""
-        slots = granted_slots(self.logical, grant)
-        return TransferChecksums(
-            self.hasher, self.executor, granted_slots=slots, on_complete=on_complete, on_fault=on_fault
-        )
+        return TransferChecksums(self.hasher, self.executor, handoff_id=handoff_id, tell=tell, on_fault=on_fault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +272,7 @@ class PromptHandoff:
         )
         checksums = None
         if self._wants_checksums:
-            checksums = self._tools.checksums.begin(grant, self._hop, self._transfer.fail)
+            checksums = self._tools.checksums.begin(grant.handoff_id, self._hop, self._transfer.fail)
         self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))
@@ -310,17 +303,19 @@ class PromptHandoff:
 
     # What the other threads report.
 
-    def _hop(self, news: TransferNews | tuple[FieldChecksums, ...]) -> None:
+    def _hop(self, news: TransferNews | ChecksumNews) -> None:
         """Called by the engine's, the data plane's or the checksums' thread."""
         try:
             self._event_loop.call_soon_threadsafe(self._on_news, news)
         except RuntimeError:
             _log.debug("transfer news came after the event loop was closed")
 
-    def _on_news(self, news: TransferNews | tuple[FieldChecksums, ...]) -> None:
+    def _on_news(self, news: TransferNews | ChecksumNews) -> None:
         match news:
-            case tuple():
-                self.progress.checksums = news
+            case Checksums():
+                self.feed(ChecksumsTaken(checksums=news))
+            case ChecksumsComplete():
+                self.progress.num_checksum_parts = news.num_parts
                 self._complete_if_whole()
             case TransferLanded():
                 self.progress.transfer = news.summary
@@ -366,7 +361,7 @@ class PromptHandoff:
         progress = self.progress
         if not progress.is_handed_over or progress.transfer is None or progress.first_token is None:
             return
-        if self._wants_checksums and not progress.checksums:
+        if self._wants_checksums and progress.num_checksum_parts is None:
             return
         done = Done(
             handoff_id=self._handoff_id,
@@ -375,7 +370,7 @@ class PromptHandoff:
             transferred_blocks=self._num_granted_blocks,
             transferred_runs=progress.transfer.num_runs,
             timings=measured_timings(progress),
-            checksums=progress.checksums,
+            num_checksum_parts=progress.num_checksum_parts or 0,
         )
         self.feed(Completed(done=done))
 

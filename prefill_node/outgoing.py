@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport, TransferRevoked
@@ -110,8 +111,11 @@ class OutgoingTransfer:
         """The lease was renewed."""
         self._post_until_s = post_until_s
 
-    def post(self, runs: Sequence[Run]) -> None:
-        """Posts a write; does nothing once the transfer was stopped or has failed, and fails it after the lease."""
+    def post(self, runs: Sequence[Run], on_landed: Callable[[], None] | None = None) -> None:
+        """Posts a write; does nothing once the transfer was stopped or has failed, and fails it after the lease.
+
+        `on_landed` is called on the data plane's thread when all of it has landed, and must not block.
+        """
         refusal: Exception | None = None
         with self._lock:
             if self._is_stopped or self._fault is not None:
@@ -129,7 +133,7 @@ class OutgoingTransfer:
             return
         # Outside the lock: a future that is already done calls back right here. Whatever else has happened by now, this
         # write counts as outstanding until it is terminal.
-        future.add_done_callback(self._on_terminal)
+        future.add_done_callback(partial(self._on_terminal, on_landed))
 
     def fail(self, error: Exception) -> None:
         """Gives the transfer up for a fault found before anything was posted for it."""
@@ -163,8 +167,10 @@ class OutgoingTransfer:
         if self._now_s() >= self._post_until_s:
             raise TransferRevoked(self._link.peer, "the lease of the grant is over")
 
-    def _on_terminal(self, future: Future[TransferReport]) -> None:
+    def _on_terminal(self, on_landed: Callable[[], None] | None, future: Future[TransferReport]) -> None:
         error = future.exception()
+        if error is None and on_landed is not None:
+            on_landed()
         with self._lock:
             self._num_outstanding -= 1
             is_new_fault = False

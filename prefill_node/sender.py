@@ -26,7 +26,7 @@ from cache_runtime.transfer.partition import Pieces, plan_pieces
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
 from node_runtime.handoff.messages import Grant, GroupGrant
-from prefill_node.checksums import TransferChecksums
+from prefill_node.checksums import ShippedBlocks, TransferChecksums
 from prefill_node.outgoing import OutgoingTransfer
 
 if TYPE_CHECKING:
@@ -191,7 +191,10 @@ class PrefillSender:
             open_stages=set(range(len(self._stages))),
         )
         prompt.deliveries.append(delivery)
-        self._push(prompt, delivery, range(len(self._stages)))
+        # With checksums stage by stage, so that what has landed is compared while the rest is on its way.
+        stages = range(len(self._stages))
+        for some in [stages] if mail.checksums is None else [(stage,) for stage in stages]:
+            self._push(prompt, delivery, some)
 
     def _pieces(self, target: RankPlacement) -> Mapping[str, Pieces] | None:
         """What this rank writes of a block to `target`; ranks of nodes with equally many have the same heads."""
@@ -206,21 +209,26 @@ class PrefillSender:
         """Posts what `stages` have completed and not yet posted. A fault ends this delivery and no other."""
         if not delivery.open_stages:
             return
+        shipped: list[ShippedBlocks] = []
         try:
-            runs = self._take_runs(prompt, delivery, stages)
+            runs = self._take_runs(prompt, delivery, stages, shipped)
         except Exception as error:
             _log.exception("the blocks of %s cannot be sent", prompt.request_id)
             delivery.open_stages.clear()
             delivery.transfer.fail(error)
             return
         if runs:
-            delivery.transfer.post(runs)
+            on_landed = None if delivery.checksums is None else delivery.checksums.posting(shipped)
+            delivery.transfer.post(runs, on_landed)
         if not delivery.open_stages:
             delivery.transfer.complete()
             if delivery.checksums is not None:
                 delivery.checksums.complete()
 
-    def _take_runs(self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int]) -> tuple[Run, ...]:
+    def _take_runs(
+        self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int], shipped: list[ShippedBlocks]
+    ) -> tuple[Run, ...]:
+        """The runs, and into `shipped` which blocks they move."""
         runs: list[Run] = []
         tables: Sequence[npt.NDArray[np.int32]] | None = None
         for stage in delivery.open_stages.intersection(stages):
@@ -233,6 +241,8 @@ class PrefillSender:
                     continue
                 tables = self._block_tables(prompt.request_id) if tables is None else tables
                 delivery.next_slots[stage][fields.group_index] = end_slot
+                blocks = tables[fields.group_index][begin_slot:end_slot].tolist()
+                shipped.append(ShippedBlocks(field_ids=fields.field_ids, first_slot=begin_slot, blocks=tuple(blocks)))
                 runs.extend(self._plan(delivery, fields, tables[fields.group_index], begin_slot, end_slot))
             if is_whole:
                 delivery.open_stages.remove(stage)
@@ -243,8 +253,6 @@ class PrefillSender:
     ) -> tuple[Run, ...]:
         granted = delivery.grants[fields.group_index]
         targets = granted.block_ids[begin_slot - granted.first_slot : end_slot - granted.first_slot]
-        if delivery.checksums is not None:
-            delivery.checksums.add(fields.field_ids, begin_slot, table[begin_slot:end_slot].tolist())
         return plan_block_runs(
             self._source,
             delivery.target,

@@ -85,7 +85,6 @@ class PrefillNode:
                 peers=self._peers,
                 clock=clock,
                 checksums=ChecksumTools(
-                    logical=data_plane.manifest.logical,
                     hasher=BlockHasher(data_plane.manifest.ranks[0]),
                     executor=self._hashing,
                 ),

@@ -9,16 +9,12 @@ Source: XXH3, 64 bits, seed 0 (xxhash specification); digests are stored little-
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import xxhash
 
 from .schema import RankPlacement
-
-DIGEST_BYTES = 8
-# More digests than this of one transfer are folded, so that a message can carry them: 2 MiB.
-MAX_DIGESTS = 1 << 18
 
 
 class BlockHasher:
@@ -31,7 +27,7 @@ class BlockHasher:
         self._arena = memoryview(arena).cast("B")
 
     def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
-        """`DIGEST_BYTES` per block, in the given order. Raises KeyError for a field that the placement lacks."""
+        """8 bytes per block, in the given order. Raises KeyError for a field that the placement lacks."""
         field = self._placement.find_field(field_id)
         if field is None:
             raise KeyError(field_id)
@@ -44,20 +40,3 @@ class BlockHasher:
             dtype="<u8",
         )
         return values.tobytes()
-
-
-def blocks_per_digest(num_blocks: Sequence[int], max_digests: int = MAX_DIGESTS) -> int:
-    """How many consecutive blocks of a field share a digest in a transfer of `num_blocks[i]` blocks of field i."""
-    total = sum(num_blocks)
-    # Each field rounds up for itself.
-    room = max(1, max_digests - len(num_blocks))
-    return max(1, -(-total // room))
-
-
-def fold(digests: bytes, num_blocks: int) -> bytes:
-    """One digest for each `num_blocks` consecutive ones; the last takes what is left."""
-    if num_blocks == 1:
-        return digests
-    step = num_blocks * DIGEST_BYTES
-    folded = (xxhash.xxh3_64_intdigest(digests[begin : begin + step]) for begin in range(0, len(digests), step))
-    return np.fromiter(folded, dtype="<u8").tobytes()

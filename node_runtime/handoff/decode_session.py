@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import assert_never
 
-from node_runtime.errors import InternalError
 from node_runtime.handoff.checks import check_done, check_ready
 from node_runtime.handoff.events import (
     Abort,
@@ -12,6 +13,7 @@ from node_runtime.handoff.events import (
     Allocated,
     Beat,
     Begin,
+    Checksums,
     DecodeAction,
     DecodeEvent,
     Done,
@@ -40,7 +42,7 @@ from node_runtime.handoff.states import DECODE_TABLE, DECODE_TERMINAL, DecodeSta
 UNAVAILABLE = 14
 DATA_LOSS = 15
 
-_RESPONSES = (Ready, Beat, Done, Failed, Quiesced)
+_RESPONSES = (Ready, Beat, Checksums, Done, Failed, Quiesced)
 _MS_PER_S = 1000
 
 
@@ -54,15 +56,29 @@ class DecodeHandoff:
     seen to break.
     """
 
-    def __init__(self, start: Start, *, drain_bound_s: float, notice_bound_s: float, vocab_size: int) -> None:
+    def __init__(
+        self,
+        start: Start,
+        *,
+        drain_bound_s: float,
+        notice_bound_s: float,
+        vocab_size: int,
+        fields_per_group: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """
         Args:
             drain_bound_s: How long a write may still land after its writer stopped posting or died.
             notice_bound_s: How long a writer without a lease may go on before it notices that its stream broke.
+            fields_per_group: Number of fields of each group, for handoffs that ask for checksums.
         """
         self._start = start
         self._vocab_size = vocab_size
         self._groups: tuple[GroupGrant, ...] = ()
+        self._fields_per_group = fields_per_group
+        # What is known of the checksums: the parts that came, those under comparison, and how many blocks all cover.
+        self._parts: set[int] = set()
+        self._num_comparing = 0
+        self._num_checksums = 0
         self._done: Done | None = None
         self._drain_bound_s = drain_bound_s
         self._notice_bound_s = notice_bound_s
@@ -124,8 +140,10 @@ class DecodeHandoff:
                 return (Send(message=self._grant(event)),)
             case Done():
                 return self._landed(event)
+            case Checksums():
+                return self._compare(event)
             case Verified():
-                return self._verified(event)
+                return self._verified(previous, event)
             case Quiesced():
                 return self._quiet(previous)
             case Fenced():
@@ -133,10 +151,7 @@ class DecodeHandoff:
             case Tick():
                 return self._time_is_up(previous)
             case StreamClosed():
-                self._stream_open = False
-                if previous is DecodeState.QUARANTINED:
-                    return ()
-                return self._end(code=event.code or UNAVAILABLE, message=event.message)
+                return self._stream_closed(previous, event)
             case Failed():
                 return self._end(code=event.code, message=event.message)
             case GaveUp():
@@ -164,21 +179,55 @@ class DecodeHandoff:
             beat=0 if self._lease is None else self._lease.last_beat,
         )
 
+    # Checksums.
+
     def _landed(self, done: Done) -> tuple[DecodeAction, ...]:
         if self._state is not DecodeState.DONE:
             return (MarkQuiesced(),)
-        if not self._start.wants_checksums or not done.checksums:
+        if not self._start.wants_checksums or not done.num_checksum_parts:
             return (MarkDone(done=done),)
         self._state, self._done = DecodeState.VERIFYING, done
-        return (Verify(done=done, groups=self._groups),)
+        return self._done_if_verified()
 
-    def _verified(self, event: Verified) -> tuple[DecodeAction, ...]:
-        if self._done is None:
-            raise InternalError("the handoff has nothing to verify")
-        if not event.damage:
-            return (MarkDone(done=self._done),)
+    def _compare(self, checksums: Checksums) -> tuple[DecodeAction, ...]:
+        if not self._start.wants_checksums or checksums.part in self._parts:
+            return ()
+        self._parts.add(checksums.part)
+        self._num_comparing += 1
+        self._num_checksums += sum(item.num_blocks for item in checksums.fields)
+        return (Verify(groups=self._groups, checksums=checksums),)
+
+    def _verified(self, previous: DecodeState, event: Verified) -> tuple[DecodeAction, ...]:
+        self._num_comparing -= 1
+        if event.damage and previous is DecodeState.GRANTED:
+            # The peer is still writing.
+            self._state = DecodeState.QUARANTINED
+            return self._give_up(previous, code=DATA_LOSS, message=event.damage)
+        return self._damaged(event.damage) if event.damage else self._done_if_verified()
+
+    def _done_if_verified(self) -> tuple[DecodeAction, ...]:
+        done = self._done
+        if done is None or self._num_comparing or len(self._parts) < done.num_checksum_parts:
+            return ()
+        num_expected = sum(len(group.block_ids) * self._fields_per_group[group.group_id] for group in self._groups)
+        if self._num_checksums != num_expected:
+            return self._damaged(f"checksums of {self._num_checksums} blocks came, {num_expected} were granted")
+        self._state = DecodeState.DONE
+        return (MarkDone(done=done),)
+
+    def _damaged(self, damage: str) -> tuple[DecodeAction, ...]:
         self._state = DecodeState.CLOSED
-        return self._end(code=DATA_LOSS, message=event.damage)
+        return self._end(code=DATA_LOSS, message=damage)
+
+    def _stream_closed(self, previous: DecodeState, event: StreamClosed) -> tuple[DecodeAction, ...]:
+        self._stream_open = False
+        if previous is DecodeState.QUARANTINED:
+            return ()
+        if previous is DecodeState.VERIFYING:
+            if self._done is not None and len(self._parts) >= self._done.num_checksum_parts:
+                return ()
+            self._state = DecodeState.CLOSED
+        return self._end(code=event.code or UNAVAILABLE, message=event.message)
 
     def _quiet(self, previous: DecodeState) -> tuple[DecodeAction, ...]:
         if previous is DecodeState.QUARANTINED:

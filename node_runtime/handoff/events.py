@@ -12,6 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 from node_runtime.handoff.messages import (
     Abort,
     Beat,
+    Checksums,
     Done,
     Failed,
     Grant,
@@ -32,6 +33,8 @@ __all__ = [
     "Allocated",
     "Beat",
     "Begin",
+    "Checksums",
+    "ChecksumsTaken",
     "Completed",
     "DecodeAction",
     "DecodeEvent",
@@ -119,7 +122,7 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """After Verify: the blocks were compared with the checksums. `damage` says where they differ; empty: nowhere."""
+    """After Verify: blocks were compared with their checksums. `damage` says where they differ; empty: nowhere."""
 
     damage: str = ""
 
@@ -160,8 +163,17 @@ class Progressed:
     """The engine computed or a write landed since the last such event."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumsTaken:
+    """Blocks have landed, and these are their checksums."""
+
+    checksums: Checksums
+
+
 DecodeEvent: TypeAlias = Begin | Allocated | Verified | Fenced | ResponseMessage | StreamClosed | GaveUp | Tick
-PrefillEvent: TypeAlias = RequestMessage | Admitted | Progressed | Completed | Drained | StreamClosed | GaveUp | Tick
+PrefillEvent: TypeAlias = (
+    RequestMessage | Admitted | Progressed | ChecksumsTaken | Completed | Drained | StreamClosed | GaveUp | Tick
+)
 
 
 # Actions that both sides know.
@@ -204,10 +216,10 @@ class MarkReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verify:
-    """Compare the granted blocks with the checksums of `done`; answer with Verified."""
+    """Compare some of the granted blocks with their checksums; answer with Verified."""
 
-    done: Done
     groups: tuple[GroupGrant, ...]
+    checksums: Checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

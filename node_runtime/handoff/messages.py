@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
 
 HANDOFF_ID_BYTES = 16
+DIGEST_BYTES = 8
 # A lease shorter than a few turns of a busy event loop would lapse by itself; a longer one keeps the blocks of a dead
 # peer for nothing.
 MIN_LEASE_MS = 400
@@ -162,17 +163,41 @@ class HandoffTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldChecksums:
-    """What one field's granted blocks hold, as `cache_runtime.transfer.checksums` digests it."""
+    """Digests of blocks of one field, from the table slot `first_slot` on (`cache_runtime.transfer.checksums`)."""
 
     field_id: str
+    first_slot: int
     digests: bytes
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.digests) % DIGEST_BYTES == 0,
+            f'field "{self.field_id}" digests: {len(self.digests)} bytes given, a multiple of {DIGEST_BYTES} required',
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums:
+    """The `part`-th message that says what blocks hold that have landed."""
+
+    handoff_id: bytes
+    part: int
+    fields: tuple[FieldChecksums, ...]
+
+    def __post_init__(self) -> None:
+        _check_handoff_id(self.handoff_id)
+        require(self.part >= 0, f"part: {self.part} given, at least 0 required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """Every byte of the grant has landed, and nothing more will be written for this handoff.
 
-    `checksums` is empty unless Start asked for them.
+    `num_checksum_parts` Checksums were sent before, 0 unless Start asked for them.
     """
 
     handoff_id: bytes
@@ -181,7 +206,7 @@ class Done:
     transferred_blocks: int
     transferred_runs: int
     timings: HandoffTimings = field(default_factory=HandoffTimings)
-    checksums: tuple[FieldChecksums, ...] = ()
+    num_checksum_parts: int = 0
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
@@ -222,4 +247,4 @@ class Quiesced:
 
 
 RequestMessage: TypeAlias = Start | Grant | Renewed | Abort
-ResponseMessage: TypeAlias = Ready | Beat | Done | Failed | Quiesced
+ResponseMessage: TypeAlias = Ready | Beat | Checksums | Done | Failed | Quiesced

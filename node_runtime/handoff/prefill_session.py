@@ -15,6 +15,7 @@ from node_runtime.handoff.events import (
     AbortScheduling,
     Admitted,
     Beat,
+    ChecksumsTaken,
     Completed,
     Drained,
     EndWithFailure,
@@ -175,6 +176,8 @@ class PrefillHandoff:
             case Progressed():
                 self._stalls_at_s = now_s + self._stall_bound_s
                 return ()
+            case ChecksumsTaken():
+                return self._send(event.checksums)
             case Completed():
                 return (*self._send(event.done), MarkHandedOver())
             case Abort():

@@ -7,8 +7,9 @@ has exactly one entry, so a missing rule is a test failure and not a surprise.
 States hold: OPEN, QUEUED, STARTED, READY and all terminal states nothing that a peer can touch; GRANTED, QUARANTINED
 and DRAINING memory of this node that the data plane may still read or write; VERIFYING memory that only we read.
 
-Three entries are where an event leads as a rule; its content can lead elsewhere. A Done with checksums that were asked
-for leads to VERIFYING; a Verified that found damage, and a Grant whose lease is over, lead to CLOSED.
+Some entries are where an event leads as a rule; its content can lead elsewhere. A Done before its checksums are
+compared leads to VERIFYING, and the last of them to DONE; damage leads to QUARANTINED or CLOSED, as does a stream that
+ends before the last checksums; a Grant whose lease is over leads to CLOSED.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from node_runtime.handoff.events import (
     Allocated,
     Beat,
     Begin,
+    Checksums,
+    ChecksumsTaken,
     Completed,
     Done,
     Drained,
@@ -51,7 +54,7 @@ class DecodeState(Enum):
     READY = "ready"  # the peer computes; memory is being allocated
     GRANTED = "granted"  # the peer may write into the granted blocks
     QUARANTINED = "quarantined"  # given up, but the peer may still be writing
-    VERIFYING = "verifying"  # everything has landed and is compared with its checksums
+    VERIFYING = "verifying"  # everything has landed, and some of it is still compared with its checksums
     DONE = "done"  # terminal: the cache is in place
     CLOSED = "closed"  # terminal: came to nothing
 
@@ -86,6 +89,7 @@ DECODE_EVENT_KINDS: tuple[type, ...] = (
     Allocated,
     Ready,
     Beat,
+    Checksums,
     Done,
     Failed,
     Quiesced,
@@ -102,6 +106,7 @@ PREFILL_EVENT_KINDS: tuple[type, ...] = (
     Abort,
     Admitted,
     Progressed,
+    ChecksumsTaken,
     Completed,
     Drained,
     StreamClosed,
@@ -122,6 +127,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.PEER_ERROR,
         Beat: _V.PEER_ERROR,
+        Checksums: _V.PEER_ERROR,
         Done: _V.PEER_ERROR,
         Failed: _V.PEER_ERROR,
         Quiesced: _V.PEER_ERROR,
@@ -137,6 +143,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Ready: _D.READY,
         # It overtook Ready, which says what it is worth.
         Beat: _V.IGNORED,
+        Checksums: _V.PEER_ERROR,
         Done: _V.PEER_ERROR,
         Failed: _D.CLOSED,
         # It overtook Failed: nothing was granted, and nothing will come of it.
@@ -152,6 +159,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _D.GRANTED,
         Ready: _V.IGNORED,
         Beat: _D.READY,
+        Checksums: _V.PEER_ERROR,
         Done: _V.PEER_ERROR,
         Failed: _D.CLOSED,
         Quiesced: _D.CLOSED,
@@ -166,10 +174,11 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
         Beat: _D.GRANTED,
+        Checksums: _D.GRANTED,
         Done: _D.DONE,
         Failed: _D.QUARANTINED,
         Quiesced: _D.CLOSED,
-        Verified: _V.LOCAL_ERROR,
+        Verified: _D.GRANTED,
         Fenced: _V.LOCAL_ERROR,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _D.QUARANTINED,
@@ -181,11 +190,12 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Ready: _V.IGNORED,
         # The lease is not renewed any more.
         Beat: _V.IGNORED,
+        Checksums: _V.IGNORED,
         # A Done that crossed our Abort says that every write has landed and none will follow: as good as Quiesced.
         Done: _D.CLOSED,
         Failed: _V.IGNORED,
         Quiesced: _D.CLOSED,
-        Verified: _V.LOCAL_ERROR,
+        Verified: _V.IGNORED,
         Fenced: _D.CLOSED,
         StreamClosed: _D.QUARANTINED,
         GaveUp: _V.IGNORED,
@@ -196,13 +206,13 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
         Beat: _V.IGNORED,
+        Checksums: _D.VERIFYING,
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
-        Verified: _D.DONE,
+        Verified: _D.VERIFYING,
         Fenced: _V.IGNORED,
-        # Everything has landed: the peer is not needed any more.
-        StreamClosed: _V.IGNORED,
+        StreamClosed: _D.VERIFYING,
         GaveUp: _D.CLOSED,
         Tick: _V.IGNORED,
     },
@@ -211,6 +221,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _V.LOCAL_ERROR,
         Ready: _V.IGNORED,
         Beat: _V.IGNORED,
+        Checksums: _V.IGNORED,
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
@@ -226,6 +237,7 @@ DECODE_TABLE: Mapping[DecodeState, DecodeRow] = {
         Allocated: _V.IGNORED,
         Ready: _V.IGNORED,
         Beat: _V.IGNORED,
+        Checksums: _V.IGNORED,
         Done: _V.IGNORED,
         Failed: _V.IGNORED,
         Quiesced: _V.IGNORED,
@@ -247,6 +259,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _P.CLOSED,
         Admitted: _V.LOCAL_ERROR,
         Progressed: _V.LOCAL_ERROR,
+        ChecksumsTaken: _V.LOCAL_ERROR,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
@@ -260,6 +273,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _P.CLOSED,
         Admitted: _P.READY,
         Progressed: _V.IGNORED,
+        ChecksumsTaken: _V.LOCAL_ERROR,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
@@ -274,6 +288,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _P.CLOSED,
         Admitted: _V.LOCAL_ERROR,
         Progressed: _V.IGNORED,
+        ChecksumsTaken: _V.LOCAL_ERROR,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.CLOSED,
@@ -287,6 +302,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _P.DRAINING,
         Admitted: _V.LOCAL_ERROR,
         Progressed: _P.GRANTED,
+        ChecksumsTaken: _P.GRANTED,
         Completed: _P.DONE,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _P.DRAINING,
@@ -300,6 +316,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _V.IGNORED,
         Admitted: _V.LOCAL_ERROR,
         Progressed: _V.IGNORED,
+        ChecksumsTaken: _V.IGNORED,
         # The last write landed while the abort was on its way: the peer no longer wants it, Drained follows.
         Completed: _V.IGNORED,
         Drained: _P.CLOSED,
@@ -314,6 +331,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         Abort: _V.IGNORED,
         Admitted: _V.LOCAL_ERROR,
         Progressed: _V.IGNORED,
+        ChecksumsTaken: _V.LOCAL_ERROR,
         Completed: _V.LOCAL_ERROR,
         Drained: _V.LOCAL_ERROR,
         StreamClosed: _V.IGNORED,
@@ -328,6 +346,7 @@ PREFILL_TABLE: Mapping[PrefillState, PrefillRow] = {
         # The engine may report an admission that happened while our abort was on its way to it.
         Admitted: _V.IGNORED,
         Progressed: _V.IGNORED,
+        ChecksumsTaken: _V.IGNORED,
         Completed: _V.IGNORED,
         Drained: _V.IGNORED,
         StreamClosed: _V.IGNORED,

@@ -12,6 +12,7 @@ from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
     Abort,
     Beat,
+    Checksums,
     Done,
     Failed,
     FieldChecksums,
@@ -85,6 +86,8 @@ def response_to_proto(message: ResponseMessage) -> handoff_pb2.HandoffResponse:
             return handoff_pb2.HandoffResponse(
                 beat=handoff_pb2.Beat(handoff_id=message.handoff_id, number=message.number)
             )
+        case Checksums():
+            return handoff_pb2.HandoffResponse(checksums=_checksums_to_proto(message))
         case Done():
             return handoff_pb2.HandoffResponse(done=_done_to_proto(message))
         case Failed():
@@ -110,6 +113,8 @@ def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage
                 )
             case "beat":
                 return Beat(handoff_id=message.beat.handoff_id, number=message.beat.number)
+            case "checksums":
+                return _checksums_from_proto(message.checksums)
             case "done":
                 return _done_from_proto(message.done)
             case "failed":
@@ -118,7 +123,7 @@ def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage
             case "quiesced":
                 return Quiesced(handoff_id=message.quiesced.handoff_id)
             case _:
-                raise InvalidRequest("message: none of ready, beat, done, failed, quiesced is set")
+                raise InvalidRequest("message: none of ready, beat, checksums, done, failed, quiesced is set")
 
 
 def _start_to_proto(start: Start) -> handoff_pb2.Start:
@@ -180,6 +185,28 @@ def _grant_from_proto(grant: handoff_pb2.Grant) -> Grant:
     )
 
 
+def _checksums_to_proto(checksums: Checksums) -> handoff_pb2.Checksums:
+    return handoff_pb2.Checksums(
+        handoff_id=checksums.handoff_id,
+        part=checksums.part,
+        fields=[
+            handoff_pb2.FieldChecksums(field_id=item.field_id, first_slot=item.first_slot, digests=item.digests)
+            for item in checksums.fields
+        ],
+    )
+
+
+def _checksums_from_proto(checksums: handoff_pb2.Checksums) -> Checksums:
+    return Checksums(
+        handoff_id=checksums.handoff_id,
+        part=checksums.part,
+        fields=tuple(
+            FieldChecksums(field_id=item.field_id, first_slot=item.first_slot, digests=item.digests)
+            for item in checksums.fields
+        ),
+    )
+
+
 def _done_to_proto(done: Done) -> handoff_pb2.Done:
     timings = done.timings
     return handoff_pb2.Done(
@@ -194,7 +221,7 @@ def _done_to_proto(done: Done) -> handoff_pb2.Done:
             transfer_ms=timings.transfer_ms,
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
-        checksums=[handoff_pb2.FieldChecksums(field_id=item.field_id, digests=item.digests) for item in done.checksums],
+        num_checksum_parts=done.num_checksum_parts,
     )
 
 
@@ -212,5 +239,5 @@ def _done_from_proto(done: handoff_pb2.Done) -> Done:
             transfer_ms=timings.transfer_ms,
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
-        checksums=tuple(FieldChecksums(field_id=item.field_id, digests=item.digests) for item in done.checksums),
+        num_checksum_parts=done.num_checksum_parts,
     )

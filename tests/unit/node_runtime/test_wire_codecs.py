@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pdmesh.v1 import cache_pb2, decode_pb2, handoff_pb2, inference_pb2
 
@@ -29,6 +29,7 @@ from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
     Abort,
     Beat,
+    Checksums,
     Done,
     Failed,
     FieldChecksums,
@@ -121,9 +122,7 @@ dones = st.builds(
         transfer_ms=MILLISECONDS,
         transfer_exposed_ms=MILLISECONDS,
     ),
-    checksums=st.lists(st.builds(FieldChecksums, field_id=PRINTABLE, digests=st.binary(max_size=24)), max_size=2).map(
-        tuple
-    ),
+    num_checksum_parts=UINT32,
 )
 request_messages = (
     starts
@@ -135,17 +134,30 @@ response_messages = (
     dones
     | st.builds(Ready, handoff_id=HANDOFF_ID, cached_tokens=UINT32, beat_interval_ms=st.integers(0, 60_000))
     | st.builds(Beat, handoff_id=HANDOFF_ID, number=st.integers(1, 2**32 - 1))
+    | st.builds(
+        Checksums,
+        handoff_id=HANDOFF_ID,
+        part=UINT32,
+        fields=st.lists(
+            st.builds(
+                FieldChecksums, field_id=PRINTABLE, first_slot=UINT32, digests=st.sampled_from([b"", b"12345678" * 3])
+            ),
+            max_size=2,
+        ).map(tuple),
+    )
     | st.builds(Failed, handoff_id=HANDOFF_ID, code=st.integers(1, 16), message=st.text())
     | st.builds(Quiesced, handoff_id=HANDOFF_ID)
 )
 
 
+@settings(deadline=None)
 @given(request_messages)
 def test_a_handoff_request_survives_the_wire(message: RequestMessage) -> None:
     data = request_to_proto(message).SerializeToString()
     assert request_from_proto(handoff_pb2.HandoffRequest.FromString(data)) == message
 
 
+@settings(deadline=None)
 @given(response_messages)
 def test_a_handoff_response_survives_the_wire(message: ResponseMessage) -> None:
     data = response_to_proto(message).SerializeToString()
@@ -261,7 +273,7 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 def test_an_empty_handoff_message_is_refused_by_both_sides() -> None:
     with pytest.raises(InvalidRequest, match="none of start, grant, renewed, abort is set"):
         request_from_proto(handoff_pb2.HandoffRequest())
-    with pytest.raises(InvalidRequest, match="none of ready, beat, done, failed, quiesced is set"):
+    with pytest.raises(InvalidRequest, match="none of ready, beat, checksums, done, failed, quiesced is set"):
         response_from_proto(handoff_pb2.HandoffResponse())
 
 

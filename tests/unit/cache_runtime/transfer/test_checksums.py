@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.cache_runtime.transfer.manifests import rank
 
-from cache_runtime.transfer.checksums import DIGEST_BYTES, BlockHasher, blocks_per_digest, fold
+from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.schema import FieldPlacement, GroupBlockCount
 
 BLOCK_BYTES = 24
+DIGEST_BYTES = 8
 NUM_BLOCKS = 5
 
 
@@ -60,22 +59,3 @@ def test_any_bit_counts(byte: int) -> None:
 def test_a_field_that_the_placement_lacks_is_an_error() -> None:
     with pytest.raises(KeyError, match="v"):
         arena(BLOCK_BYTES, 0, fill=0)[0].digests("v", [1])
-
-
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(9, 500))
-def test_folded_digests_never_exceed_the_limit_and_differ_when_any_of_theirs_does(
-    num_blocks: list[int], limit: int
-) -> None:
-    share = blocks_per_digest(num_blocks, limit)
-    fields = [bytearray(count * DIGEST_BYTES) for count in num_blocks]
-    folded = [fold(bytes(field), share) for field in fields]
-    assert sum(map(len, folded)) <= limit * DIGEST_BYTES
-    for field, before in zip(fields, folded, strict=True):
-        if field:
-            field[-1] ^= 1
-            assert fold(bytes(field), share) != before
-
-
-def test_transfers_of_ordinary_size_are_not_folded() -> None:
-    assert blocks_per_digest([2000] * 120) == 1
-    assert fold(b"12345678", 1) == b"12345678"

@@ -29,7 +29,7 @@ from node_runtime.handoff.events import (
     Verified,
     Verify,
 )
-from node_runtime.handoff.messages import Abort, FieldChecksums, Renewed
+from node_runtime.handoff.messages import Abort, Checksums, FieldChecksums, Renewed
 from node_runtime.handoff.states import DecodeState, Verdict
 
 DRAIN_BOUND_S = 5.0
@@ -41,8 +41,14 @@ ALLOCATED = Allocated(from_token=0, groups=GROUPS)
 CANCELLED = GaveUp(code=1, message="the client left")
 BROKEN = StreamClosed(code=14, message="connection reset")
 
-CHECKSUMS = (FieldChecksums(field_id="k", digests=bytes(16)),)
-SUMMED = replace(done(), checksums=CHECKSUMS)
+SUMMED = replace(done(), num_checksum_parts=2)
+
+
+def checksums(part: int, handoff_id: bytes = ID) -> Checksums:
+    """Of one of the two granted blocks."""
+    field = FieldChecksums(field_id="k", first_slot=part, digests=bytes(8))
+    return Checksums(handoff_id=handoff_id, part=part, fields=(field,))
+
 
 EVENTS: dict[type, DecodeEvent] = {
     type(event): event
@@ -51,6 +57,7 @@ EVENTS: dict[type, DecodeEvent] = {
         ALLOCATED,
         ready(),
         beat(1),
+        checksums(0),
         done(),
         failed(),
         quiesced(),
@@ -68,7 +75,7 @@ WAYS: dict[DecodeState, tuple[DecodeEvent, ...]] = {
     DecodeState.READY: (Begin(), ready()),
     DecodeState.GRANTED: (Begin(), ready(), ALLOCATED),
     DecodeState.QUARANTINED: (Begin(), ready(), ALLOCATED, CANCELLED),
-    DecodeState.VERIFYING: (Begin(), ready(), ALLOCATED, SUMMED),
+    DecodeState.VERIFYING: (Begin(), ready(), ALLOCATED, checksums(1), checksums(0), SUMMED),
     DecodeState.DONE: (Begin(), ready(), ALLOCATED, done()),
     DecodeState.CLOSED: (Begin(), CANCELLED),
 }
@@ -80,6 +87,7 @@ def new_session(lease_s: float = LEASE_S) -> DecodeHandoff:
         drain_bound_s=DRAIN_BOUND_S,
         notice_bound_s=NOTICE_BOUND_S,
         vocab_size=VOCAB_SIZE,
+        fields_per_group={"full": 1},
     )
 
 
@@ -133,7 +141,8 @@ def test_the_session_follows_its_table(state: DecodeState, kind: type) -> None:
 
 @pytest.mark.parametrize("state", DecodeState)
 @pytest.mark.parametrize(
-    "message", [ready(OTHER_ID), beat(1, OTHER_ID), done(OTHER_ID), failed(OTHER_ID), quiesced(OTHER_ID)]
+    "message",
+    [ready(OTHER_ID), beat(1, OTHER_ID), checksums(0, OTHER_ID), done(OTHER_ID), failed(OTHER_ID), quiesced(OTHER_ID)],
 )
 def test_messages_of_another_handoff_change_nothing(state: DecodeState, message: DecodeEvent) -> None:
     session = in_state(state)
@@ -307,25 +316,72 @@ def test_numbers_that_cannot_be_are_refused_and_leave_the_handoff_where_it_was(
 # Checksums.
 
 
-def test_a_transfer_is_compared_with_its_checksums_before_anybody_hears_of_it() -> None:
+def test_blocks_are_compared_as_they_are_told_of_and_nobody_hears_of_done_before_the_last() -> None:
     session = in_state(DecodeState.GRANTED)
-    assert session.handle(SUMMED, 0.0) == (Verify(done=SUMMED, groups=GROUPS),)
+    assert session.handle(checksums(0), 0.0) == (Verify(groups=GROUPS, checksums=checksums(0)),)
+    assert session.handle(Verified(), 0.0) == ()
+    assert session.handle(checksums(1), 0.0) == (Verify(groups=GROUPS, checksums=checksums(1)),)
+    assert session.handle(SUMMED, 0.0) == ()
     assert not session.is_terminal
     assert session.handle(Verified(), 0.0) == (MarkDone(done=SUMMED),)
     assert session.state is DecodeState.DONE
 
 
-def test_damage_is_data_loss_and_the_blocks_are_given_back_unread() -> None:
+def test_done_ends_a_handoff_whose_blocks_are_all_compared() -> None:
+    session = in_state(DecodeState.GRANTED)
+    for event in (checksums(0), checksums(1), Verified(), Verified()):
+        session.handle(event, 0.0)
+    assert session.handle(SUMMED, 0.0) == (MarkDone(done=SUMMED),)
+
+
+def test_checksums_that_done_overtook_are_waited_for_and_repeated_ones_are_not_compared_again() -> None:
+    session = in_state(DecodeState.GRANTED)
+    session.handle(checksums(0), 0.0)
+    session.handle(Verified(), 0.0)
+    assert session.handle(SUMMED, 0.0) == ()
+    assert session.handle(checksums(0), 0.0) == ()
+    assert session.handle(checksums(1), 0.0) == (Verify(groups=GROUPS, checksums=checksums(1)),)
+    assert session.handle(Verified(), 0.0) == (MarkDone(done=SUMMED),)
+
+
+def test_damage_after_done_is_data_loss_and_the_blocks_are_given_back_unread() -> None:
     session = in_state(DecodeState.VERIFYING)
     actions = session.handle(Verified(damage="differs in k"), 0.0)
     assert actions == (AbortScheduling(), MarkQuiesced(), EndWithFailure(code=15, message="differs in k"))
     assert session.state is DecodeState.CLOSED
+    assert session.handle(Verified(), 0.0) == ()
+
+
+def test_damage_before_done_is_data_loss_and_the_blocks_are_quarantined() -> None:
+    session = in_state(DecodeState.GRANTED)
+    session.handle(checksums(0), 0.0)
+    actions = session.handle(Verified(damage="differs in k"), 0.0)
+    assert kinds(actions) == [Abort, AbortScheduling, EndWithFailure]
+    assert session.state is DecodeState.QUARANTINED
+    assert session.handle(checksums(1), 0.0) == session.handle(Verified(), 0.0) == ()
+
+
+def test_checksums_that_leave_blocks_out_are_data_loss() -> None:
+    session = in_state(DecodeState.GRANTED)
+    for event in (checksums(0), Verified()):
+        session.handle(event, 0.0)
+    actions = session.handle(replace(SUMMED, num_checksum_parts=1), 0.0)
+    assert actions[-1] == EndWithFailure(code=15, message="checksums of 1 blocks came, 2 were granted")
+    assert session.state is DecodeState.CLOSED
+
+
+def test_a_stream_that_ends_before_the_last_checksums_ends_the_handoff() -> None:
+    session = in_state(DecodeState.GRANTED)
+    session.handle(SUMMED, 0.0)
+    assert kinds(session.handle(BROKEN, 0.0)) == [AbortScheduling, MarkQuiesced, EndWithFailure]
+    assert session.is_terminal
 
 
 def test_checksums_that_were_not_asked_for_are_not_looked_at() -> None:
     session = DecodeHandoff(start(), drain_bound_s=DRAIN_BOUND_S, notice_bound_s=NOTICE_BOUND_S, vocab_size=VOCAB_SIZE)
     for event in (Begin(), ready(beat_interval_ms=0), ALLOCATED):
         session.handle(event, 0.0)
+    assert session.handle(checksums(0), 0.0) == ()
     assert session.handle(SUMMED, 0.0) == (MarkDone(done=SUMMED),)
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.handoff_values import GROUPS, OTHER_ID, abort, done, failed, grant, quiesced, ready, start
+from support.handoff_values import GROUPS, ID, OTHER_ID, abort, done, failed, grant, quiesced, ready, start
 
 from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import (
@@ -18,6 +18,7 @@ from node_runtime.handoff.events import (
     Admitted,
     Allocated,
     Begin,
+    ChecksumsTaken,
     Completed,
     DecodeEvent,
     Drained,
@@ -36,8 +37,20 @@ from node_runtime.handoff.events import (
     StreamClosed,
     SubmitPrompt,
     Tick,
+    Verified,
+    Verify,
 )
-from node_runtime.handoff.messages import Abort, Beat, Grant, Renewed, RequestMessage, ResponseMessage, Start
+from node_runtime.handoff.messages import (
+    Abort,
+    Beat,
+    Checksums,
+    FieldChecksums,
+    Grant,
+    Renewed,
+    RequestMessage,
+    ResponseMessage,
+    Start,
+)
 from node_runtime.handoff.prefill_session import PrefillHandoff
 
 LEASE_S = 4.0
@@ -62,12 +75,15 @@ FOREIGN: tuple[RequestMessage | ResponseMessage, ...] = (
 class World:
     """A prefill and a decode side, what is between them, and what the blocks are used for."""
 
-    def __init__(self, *, decode_has_leases: bool, prefill_has_leases: bool) -> None:
-        opening = start(lease_ms=round(LEASE_S * 1000) if decode_has_leases else 0)
+    def __init__(self, *, decode_has_leases: bool, prefill_has_leases: bool, wants_checksums: bool) -> None:
+        opening = start(lease_ms=round(LEASE_S * 1000) if decode_has_leases else 0, wants_checksums=wants_checksums)
+        self.has_checksums = wants_checksums and prefill_has_leases
         self.decode_has_leases = decode_has_leases
         self.prefill_has_leases = prefill_has_leases
         self.now_s = 100.0
-        self.decode = DecodeHandoff(opening, drain_bound_s=DRAIN_S, notice_bound_s=NOTICE_S, vocab_size=50)
+        self.decode = DecodeHandoff(
+            opening, drain_bound_s=DRAIN_S, notice_bound_s=NOTICE_S, vocab_size=50, fields_per_group={"full": 1}
+        )
         self.prefill = PrefillHandoff(check_start=lambda _: None, check_grant=lambda *_: None, stall_bound_s=STALL_S)
         self.requests: list[RequestMessage] = []
         self.responses: list[ResponseMessage] = []
@@ -75,6 +91,7 @@ class World:
         self.stream_broke_at_s = float("inf")
         # The decode side's blocks: granted to this handoff, or anybody's.
         self.is_ready = self.is_allocated = self.is_granted = self.is_done = False
+        self.num_comparing = self.num_compared = 0
         # The prefill side.
         self.is_submitted = self.is_admitted = self.is_computed = False
         self.post_until_s: float | None = None
@@ -96,8 +113,13 @@ class World:
                         self.is_granted = True
                 case MarkReady():
                     self.is_ready = True
+                case Verify():
+                    self.num_comparing += 1
                 case MarkDone():
                     assert self.num_landed == 2, "the decode side reads what has not landed"
+                    assert self.num_compared == 2 or not self.has_checksums, (
+                        "the decode side reads what is not verified"
+                    )
                     self.is_done, self.is_granted = True, False
                 case AbortScheduling():
                     self.is_ready = False
@@ -192,10 +214,20 @@ class World:
             self.num_landed += 1
             if not self.prefill.is_terminal:
                 self.feed_prefill(Progressed())
+            if self.has_checksums:
+                field = FieldChecksums(field_id="k", first_slot=self.num_landed - 1, digests=bytes(8))
+                checksums = Checksums(handoff_id=ID, part=self.num_landed - 1, fields=(field,))
+                self.feed_prefill(ChecksumsTaken(checksums=checksums))
             if self.num_landed == 2 and not self.is_stopped:
-                self.feed_prefill(Completed(done=done()))
+                self.feed_prefill(Completed(done=replace(done(), num_checksum_parts=2 * self.has_checksums)))
             elif self.is_stopped and not self.outstanding and not self.prefill.is_terminal:
                 self.feed_prefill(Drained())
+
+    def compare(self, *, is_damaged: bool) -> None:
+        if self.num_comparing:
+            self.num_comparing -= 1
+            self.num_compared += not is_damaged
+            self.feed_decode(Verified(damage="differs" if is_damaged else ""))
 
     def break_stream(self, *, prefill: bool) -> None:
         """Either side may notice first; the prefill side within the notice bound."""
@@ -232,6 +264,7 @@ class World:
         self.break_stream(prefill=False)
         self.break_stream(prefill=True)
         for _ in range(200):
+            self.compare(is_damaged=False)
             self.pass_time(0.5)
             self.tick_decode()
             self.tick_prefill()
@@ -263,6 +296,8 @@ def happen(world: World, kind: str, number: int) -> None:
             world.post()
         case "land":
             world.land()
+        case "compare":
+            world.compare(is_damaged=number < 5)
         case "foreign":
             world.say_something_foreign(number)
         case "decode gives up":
@@ -278,7 +313,18 @@ def happen(world: World, kind: str, number: int) -> None:
             raise AssertionError(kind)
 
 
-ORDINARY = ["request", "response", "time", "decode tick", "prefill tick", "admit", "allocate", "post", "land"]
+ORDINARY = [
+    "request",
+    "response",
+    "time",
+    "decode tick",
+    "prefill tick",
+    "admit",
+    "allocate",
+    "post",
+    "land",
+    "compare",
+]
 FAULTS = ["request again", "response again", "loss", "foreign"]
 ENDS = ["decode gives up", "prefill gives up", "decode stream breaks", "prefill stream breaks"]
 NUM_STEPS = 40
@@ -287,7 +333,10 @@ HISTORIES_PER_SEED = 20
 
 def play(random: Random) -> None:
     """One history from its beginning until both sides must have ended. A failure comes with what happened."""
-    world = World(decode_has_leases=random.random() < 0.8, prefill_has_leases=random.random() < 0.8)
+    decode_has_leases, prefill_has_leases, wants_checksums = (random.random() < share for share in (0.8, 0.8, 0.5))
+    world = World(
+        decode_has_leases=decode_has_leases, prefill_has_leases=prefill_has_leases, wants_checksums=wants_checksums
+    )
     told = [stage := random.choice(["start", "ready", "granted", "posted"])]
     try:
         world.begin(stage)
@@ -317,7 +366,7 @@ def test_whatever_the_channel_does_the_promises_hold(seed: int) -> None:
 
 
 def test_over_a_good_channel_the_handoff_succeeds_however_long_it_computes() -> None:
-    world = World(decode_has_leases=True, prefill_has_leases=True)
+    world = World(decode_has_leases=True, prefill_has_leases=True, wants_checksums=True)
     world.deliver_request(0, keep=False)
     world.admit()
     world.deliver_response(0, keep=False)
@@ -336,4 +385,5 @@ def test_over_a_good_channel_the_handoff_succeeds_however_long_it_computes() -> 
         if second in (30, 50):
             world.post()
             world.land()
+        world.compare(is_damaged=False)
     assert world.is_done

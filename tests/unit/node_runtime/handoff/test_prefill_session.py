@@ -12,6 +12,7 @@ from node_runtime.handoff import states
 from node_runtime.handoff.events import (
     AbortScheduling,
     Admitted,
+    ChecksumsTaken,
     Completed,
     Drained,
     EndWithFailure,
@@ -31,7 +32,7 @@ from node_runtime.handoff.events import (
     SubmitPrompt,
     Tick,
 )
-from node_runtime.handoff.messages import Beat, Failed, Grant, Quiesced, Ready, Start
+from node_runtime.handoff.messages import Beat, Checksums, Failed, Grant, Quiesced, Ready, Start
 from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import PrefillState, Verdict
 
@@ -49,6 +50,8 @@ START = start(lease_ms=LEASE_MS)
 # Under a lease that counts from Ready.
 GRANT = grant(lease_ms=LEASE_MS)
 
+SUMS = ChecksumsTaken(checksums=Checksums(handoff_id=ID, part=0, fields=()))
+
 EVENTS: dict[type, PrefillEvent] = {
     type(event): event
     for event in (
@@ -58,6 +61,7 @@ EVENTS: dict[type, PrefillEvent] = {
         abort(),
         ADMITTED,
         Progressed(),
+        SUMS,
         COMPLETED,
         Drained(),
         BROKEN,
@@ -101,6 +105,13 @@ def test_a_good_handoff_says_ready_writes_and_says_done() -> None:
     assert session.handle(GRANT, NOW_S) == (MarkGranted(), StartWriting(grant=GRANT, post_until_s=3.6))
     assert session.handle(COMPLETED, NOW_S) == (Send(message=done()), MarkHandedOver())
     assert session.is_terminal
+
+
+def test_checksums_are_sent_while_the_handoff_lives_and_not_after_it_was_given_up() -> None:
+    session = in_state(PrefillState.GRANTED)
+    assert session.handle(SUMS, NOW_S) == (Send(message=SUMS.checksums),)
+    session.handle(abort(), NOW_S)
+    assert session.handle(SUMS, NOW_S) == ()
 
 
 @pytest.mark.parametrize("state", PrefillState)

@@ -1,0 +1,119 @@
+"""The checksums of one handoff: told of once their blocks have landed, all of them, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+
+import pytest
+
+from node_runtime.handoff.messages import Checksums
+from prefill_node.checksums import ChecksumNews, ChecksumsComplete, ShippedBlocks, TransferChecksums
+
+ID = b"h" * 16
+
+
+class SameThread(Executor):
+    """Carries out at once what is submitted."""
+
+    is_shut = False
+
+    def submit(self, work: Callable[..., object], /, *arguments: object, **_: object) -> Future[object]:
+        if self.is_shut:
+            raise RuntimeError("shut down")
+        work(*arguments)
+        return Future()
+
+
+class Hasher:
+    """Each block's number as its digest."""
+
+    def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
+        if field_id == "broken":
+            raise KeyError(field_id)
+        return b"".join(block.to_bytes(8, "little") for block in blocks)
+
+
+@pytest.fixture
+def news() -> list[ChecksumNews]:
+    return []
+
+
+@pytest.fixture
+def faults() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def executor() -> SameThread:
+    return SameThread()
+
+
+@pytest.fixture
+def checksums(news, faults, executor) -> TransferChecksums:
+    return TransferChecksums(Hasher(), executor, handoff_id=ID, tell=news.append, on_fault=faults.append)
+
+
+def shipped(field_id: str, first_slot: int, num_blocks: int) -> list[ShippedBlocks]:
+    blocks = tuple(range(first_slot + 1, first_slot + 1 + num_blocks))
+    return [ShippedBlocks(field_ids=(field_id,), first_slot=first_slot, blocks=blocks)]
+
+
+def covered(news: list[ChecksumNews]) -> list[tuple[str, int, int]]:
+    """(field, slot, block) of everything that was told."""
+    return [
+        (item.field_id, item.first_slot + index, int.from_bytes(item.digests[8 * index : 8 * index + 8], "little"))
+        for message in news
+        if isinstance(message, Checksums)
+        for item in message.fields
+        for index in range(item.num_blocks)
+    ]
+
+
+def test_nothing_is_told_of_before_it_has_landed_and_the_last_is_told_before_the_end(checksums, news) -> None:
+    first, second = checksums.posting(shipped("k", 0, 3)), checksums.posting(shipped("k", 3, 2))
+    checksums.complete()
+    assert news == []
+    second()
+    assert news == []
+    first()
+    assert covered(news) == [("k", slot, slot + 1) for slot in (3, 4, 0, 1, 2)]
+    assert news[-1] == ChecksumsComplete(num_parts=1)
+
+
+def test_large_transfers_are_told_of_in_parts_while_they_go_on(checksums, news) -> None:
+    landed = [checksums.posting(shipped("k", 200 * index, 200)) for index in range(5)]
+    for each in landed[:4]:
+        each()
+    assert [message.part for message in news] == [0, 1]
+    landed[4]()
+    checksums.complete()
+    assert [message.part for message in news[:-1]] == [0, 1, 2]
+    assert news[-1] == ChecksumsComplete(num_parts=3)
+    assert sorted(covered(news)) == [("k", slot, slot + 1) for slot in range(1000)]
+
+
+def test_no_message_is_about_more_blocks_than_it_may_be(checksums, news) -> None:
+    pieces = [piece for index in range(9) for piece in shipped(f"f{index}", 0, 5000)]
+    checksums.posting(pieces)()
+    checksums.complete()
+    assert len(news) == 4
+    assert all(sum(item.num_blocks for item in message.fields) <= 1 << 14 for message in news[:-1])
+    assert len(covered(news)) == 45_000
+
+
+def test_a_fault_is_told_once_and_nothing_after_it(checksums, news, faults) -> None:
+    good, bad = checksums.posting(shipped("k", 0, 1)), checksums.posting(shipped("broken", 0, 1))
+    good()
+    bad()
+    checksums.complete()
+    assert [type(fault) for fault in faults] == [KeyError]
+    assert news == []
+
+
+def test_a_node_that_stops_fails_the_handoff_and_raises_nothing(checksums, news, faults, executor) -> None:
+    landed = checksums.posting(shipped("k", 0, 1))
+    executor.is_shut = True
+    landed()
+    assert [type(fault) for fault in faults] == [RuntimeError]
+    assert news == []
