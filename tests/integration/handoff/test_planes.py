@@ -39,11 +39,13 @@ def fenced_memory(mesh: FakeMesh) -> TransferEngine:
 Make = Callable[[FakeMesh], TransferEngine]
 
 
-async def pair(mesh: FakeMesh, prefill: list[Make], decode: list[Make]) -> tuple[FakeNode, FakeNode]:
-    """A prefill and a decode node that offer these planes."""
+async def pair(
+    mesh: FakeMesh, prefill: list[Make], decode: list[Make], config: dict[str, object] | None = None
+) -> tuple[FakeNode, FakeNode]:
+    """A prefill and a decode node, the latter of this configuration, that offer these planes."""
     first, second = (PlaneSet([make(mesh) for make in makes], host_id=host_id()) for makes in (prefill, decode))
     node = await mesh.prefill(planes=first)
-    return node, await mesh.decode(planes=second)
+    return node, await mesh.decode(planes=second, config=config)
 
 
 async def used_planes(mesh: FakeMesh, *nodes: FakeNode) -> list[str]:
@@ -62,11 +64,13 @@ async def used_planes(mesh: FakeMesh, *nodes: FakeNode) -> list[str]:
 async def test_a_prompt_goes_over_the_best_plane_in_common_and_both_sides_say_which(
     mesh: FakeMesh, prefill: list[Make], decode: list[Make], used: str
 ) -> None:
-    one, other = await pair(mesh, prefill, decode)
+    one, other = await pair(mesh, prefill, decode, {"verify_transfers": "all"})
     for prompt in (PROMPT, PROMPT[:5], [9, 8, 7], [*PROMPT, 1, 2, 3]):
         answer = await mesh.generate(other, prompt, prefill_address=one.address)
         assert answer.token_ids == expected_tokens(prompt, 4)
     assert await used_planes(mesh, one, other) == [used, used]
+    status = await mesh.status(other)
+    assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (4, 0)
     for node in (one, other):
         assert node.core.require_data_plane().planes.num_refused_runs == 0
         await node.assert_all_blocks_return()
