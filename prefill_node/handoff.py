@@ -191,7 +191,8 @@ class PromptHandoff:
         for action in self._session.handle(start, self._tools.clock.now_s()):
             self._carry_out(action)
         self._handoff_id = start.handoff_id
-        self._wants_checksums = start.wants_checksums
+        # Of ranks that ship parts of blocks there are none, as from a node that knows no checksums.
+        self._wants_checksums = start.wants_checksums and self._tools.checksums.hasher.can_compare(self._peer.target)
 
     def feed(self, event: PrefillEvent) -> None:
         """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""

@@ -26,6 +26,14 @@ class BlockHasher:
         arena = (ctypes.c_ubyte * placement.arena_bytes).from_address(placement.arena_base)
         self._arena = memoryview(arena).cast("B")
 
+    def can_compare(self, other: RankPlacement) -> bool:
+        """Whether the rank of `other` holds whole blocks of ours, so that digests of the two mean the same bytes."""
+        ours = self._placement
+        theirs = {item.field_id: item.block_bytes for item in other.fields}
+        return ours.tp_size == other.tp_size == 1 and theirs == {
+            item.field_id: item.block_bytes for item in ours.fields
+        }
+
     def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
         """8 bytes per block, in the given order. Raises KeyError for a field that the placement lacks."""
         field = self._placement.find_field(field_id)
