@@ -11,6 +11,7 @@ import pytest
 from pdmesh.v1 import decode_pb2, mesh_pb2, mesh_pb2_grpc
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
+from support.fake_router import FakeRouter, RoutedAnswer
 
 from node_runtime.rpc.status_details import read_details
 
@@ -108,3 +109,53 @@ async def test_a_node_that_was_told_to_drain_is_told_again_without_harm(mesh: Fa
     assert [answer.was_draining for answer in answers] == [False, True, True]
     assert [answer.num_running_calls for answer in answers] == [0, 0, 0]
     await asyncio.wait_for(fused.node.stop(), 20)
+
+
+async def test_a_stream_that_outlives_the_grace_of_its_decode_node_goes_on_at_another_one(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = [await mesh.decode(prefill), await mesh.decode(prefill)]
+    await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peer")
+    async with FakeRouter(prefill=[prefill], decode=decode) as router:
+        gate = Gate()
+        engines = [node.node.engine for node in decode]
+        for node in decode:
+            node.executor.before_pass = lambda plan: (
+                gate.wait() if max(engine.snapshot.num_steps for engine in engines) >= 10 else None
+            )
+        stream, answer = aiter(router.call(PROMPT, max_tokens=30)), RoutedAnswer()
+        while len(answer.token_ids) < 7:
+            answer.take(await anext(stream))
+        await until(gate.reached.is_set, "the decode node stands still")
+        leaving, staying = sorted(decode, key=lambda node: -node.node.engine.snapshot.num_running)
+        staying.executor.before_pass = lambda plan: None
+        leaving.node._config = leaving.node._config.model_copy(update={"drain_grace_s": 0.1})
+        stopping = asyncio.ensure_future(leaving.node.stop())
+        async for response in stream:
+            answer.take(response)
+        gate.open()
+        await stopping
+    assert answer.token_ids == expected_tokens(PROMPT, 30)
+    assert answer.finish is not None
+    assert answer.finish.num_replacements == 1
+    for node in (prefill, staying):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_draining_router_finishes_its_streams_and_refuses_new_ones(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    async with FakeRouter(prefill=[prefill], decode=[decode], drain_grace_s=20) as router:
+        gate = Gate()
+        decode.executor.before_pass = gate.wait
+        running = asyncio.ensure_future(router.generate(PROMPT, max_tokens=12))
+        await until(gate.reached.is_set, "the generation is in the middle of a pass")
+        stopping = asyncio.ensure_future(router.router.stop())
+        with pytest.raises(grpc.aio.AioRpcError, match="is draining") as caught:
+            await router.generate([1, 2], max_tokens=1)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        gate.open()
+        assert (await running).token_ids == expected_tokens(PROMPT, 12)
+        await stopping
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
