@@ -107,11 +107,12 @@ class Field:
         """SIGKILL."""
         self.nodes[name].kill()
 
-    def restart(self, name: str) -> NodeProcess:
-        """Another process in the place of one that has ended; returns when it serves."""
-        node = self.start(name)
-        node.wait_serving()
-        return node
+    def restart(self, *names: str) -> list[NodeProcess]:
+        """Other processes in the places of some that have ended; returns when they serve."""
+        nodes = list(self._starters.map(self.start, names))
+        for node in nodes:
+            node.wait_serving()
+        return nodes
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:
@@ -227,8 +228,10 @@ class Record:
 class Load:
     """Clients that ask one prompt after another and compare every token. Runs while the block of its `with` runs."""
 
-    def __init__(self, field: Field, *, num_clients: int = 6, seed: int = 0) -> None:
+    def __init__(self, field: Field, *, num_clients: int = 6, think_s: float = 0.0, seed: int = 0) -> None:
+        """`think_s`: what each client waits between two requests, so that processes that start get a processor."""
         self._field = field
+        self._think_s = think_s
         self._seed = seed
         self._is_over = threading.Event()
         self._moved = threading.Condition()
@@ -281,6 +284,7 @@ class Load:
             client = stack.enter_context(self._field.client())
             while not self._is_over.is_set():
                 self._ask(client, drawn.choice(names))
+                self._is_over.wait(self._think_s)
 
     def _ask(self, client: Client, name: str) -> None:
         prompt, num_tokens = PROMPTS[name]
