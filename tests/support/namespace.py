@@ -34,7 +34,8 @@ class Namespace:
         number = os.getpid()
         self._name = f"pdmesh-{number}"
         self._device = f"pdmesh{number}"[:15]
-        network = f"10.231.{number % 250}"
+        # Unlike those of test processes that run at the same time.
+        network = f"10.{224 + number // 250 % 8}.{number % 250}"
         self.outer, self.inner = f"{network}.1", f"{network}.2"
 
     @classmethod
