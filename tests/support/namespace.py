@@ -11,10 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 # Nobody's: frames to it are dropped by whoever gets them, as on a switch that lost its table.
 _NOBODY = "02:00:00:00:00:01"
 _INNER_DEVICE = "pdmesh0"
+_NAME_PREFIX = "pdmesh-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Namespace:
 
     def __init__(self) -> None:
         number = os.getpid()
-        self._name = f"pdmesh-{number}"
+        self._name = f"{_NAME_PREFIX}{number}"
         self._device = f"pdmesh{number}"[:15]
         # Unlike those of test processes that run at the same time.
         network = f"10.{224 + number // 250 % 8}.{number % 250}"
@@ -43,6 +45,7 @@ class Namespace:
         """A namespace with its cable plugged in, or None where the machine does not allow it."""
         if shutil.which("ip") is None:
             return None
+        _remove_orphans()
         namespace = cls()
         try:
             namespace._plug_in()
@@ -83,6 +86,14 @@ class Namespace:
         here = _End(where=(), own=self.outer, other=self.inner, device=self._device)
         there = _End(where=("-n", self._name), own=self.inner, other=self.outer, device=_INNER_DEVICE)
         return here, there
+
+
+def _remove_orphans() -> None:
+    """Those of test processes that were killed before they could tidy up."""
+    for path in Path("/run/netns").glob(f"{_NAME_PREFIX}*"):
+        if not Path("/proc", path.name.removeprefix(_NAME_PREFIX)).exists():
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", path.name)
 
 
 def _ip(*arguments: str) -> None:
