@@ -127,7 +127,7 @@ def test_a_stranger_that_keeps_to_the_rules_is_served(receiver: TransferEngine, 
         b"pdmeshDP" + struct.pack("<HHI", 1, 0, 2) + struct.pack("<QQQQ", 4096, 64, 4100, 64),
         # A region without a descriptor, and regions where none are shared.
         b"pdmeshDP" + struct.pack("<HHI", 1, 0, 1) + struct.pack("<QQ", 4096, 64),
-        os.urandom(16),
+        bytes(range(100, 116)),
     ],
 )
 def test_a_malformed_greeting_ends_the_connection(receiver: TransferEngine, target: Memory, greeting: bytes) -> None:
