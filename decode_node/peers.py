@@ -31,7 +31,7 @@ from node_runtime.errors import (
 )
 from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
 from node_runtime.request_rules import check_incarnation, check_node_id
-from node_runtime.rpc import Channel, connect
+from node_runtime.rpc import Channel, Transport, connect
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 
 _log = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class PrefillPeers:
         probes: ProbeBuffer,
         max_message_bytes: int,
         on_change: Callable[[], None],
+        transport: Transport | None = None,
     ) -> None:
         """`on_change` is called whenever a peer may have become ready or ceased to be."""
         self._node_id = node_id
@@ -118,6 +119,7 @@ class PrefillPeers:
         self._probes = probes
         self._max_message_bytes = max_message_bytes
         self._on_change = on_change
+        self._transport = transport
         self._entries: dict[str, _Entry] = {}
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -198,7 +200,7 @@ class PrefillPeers:
 
     async def _bootstrap(self, entry: _Entry) -> None:
         """Makes a new peer for the entry. A fresh connection has no back-off to sit out."""
-        channel = connect(entry.address, max_message_bytes=self._max_message_bytes)
+        channel = connect(entry.address, max_message_bytes=self._max_message_bytes, transport=self._transport)
         try:
             response = await self._prove(channel)
             self._check(entry.address, response)

@@ -24,7 +24,7 @@ from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import NodeService, RpcServer, Telemetry
+from node_runtime.rpc import NodeService, RpcServer, Telemetry, Transport
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from scheduler_core import Role
 
@@ -43,7 +43,10 @@ class _Receiving:
 
 
 class DecodeNode:
-    """One decode or fused node. Made inside a running event loop, which it belongs to."""
+    """One decode or fused node. Made inside a running event loop, which it belongs to.
+
+    By default `transport` is gRPC's own, and `engine_class` the one with a thread.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class DecodeNode:
         on_drain: Callable[[str], None],
         clock: Clock | None = None,
         peer_notice_bound_s: float = PEER_NOTICE_BOUND_S,
+        transport: Transport | None = None,
+        engine_class: type[EngineLoop] = EngineLoop,
     ) -> None:
         """`on_drain` is told why the node is to stop when a caller asked it to.
 
@@ -67,8 +72,8 @@ class DecodeNode:
         self._telemetry = telemetry
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) or 1
-        self._server = RpcServer(config)
-        self.engine = EngineLoop(
+        self._server = RpcServer(config, transport=transport)
+        self.engine = engine_class(
             core.scheduler,
             core.executor,
             group_ids=core.group_ids,
@@ -76,7 +81,7 @@ class DecodeNode:
             deliver=deliver_on(asyncio.get_running_loop()),
             on_fatal=on_fatal,
         )
-        self._receiving = self._make_receiving(config) if isinstance(config, DecodeNodeConfig) else None
+        self._receiving = self._make_receiving(config, transport) if isinstance(config, DecodeNodeConfig) else None
         self.service = DecodeService(
             node_id=config.node_id,
             model_name=core.facts.name,
@@ -109,6 +114,11 @@ class DecodeNode:
             return True
         return not receiving.addresses or receiving.peers.has_ready
 
+    @property
+    def num_handoffs(self) -> int:
+        """Handoffs that are under way or whose blocks are quarantined; 0 on a fused node."""
+        return self._receiving.remote.num_handoffs if self._receiving else 0
+
     async def start(self) -> None:
         """Listens and serves. Raises PortInUse or BadConfig."""
         await self._server.start()
@@ -133,7 +143,7 @@ class DecodeNode:
         if self._core.data_plane is not None:
             self._core.data_plane.planes.close()
 
-    def _make_receiving(self, config: DecodeNodeConfig) -> _Receiving:
+    def _make_receiving(self, config: DecodeNodeConfig, transport: Transport | None) -> _Receiving:
         data_plane = self._core.require_data_plane()
         probes = ProbeBuffer()
         planes = data_plane.planes
@@ -146,6 +156,7 @@ class DecodeNode:
             probes=probes,
             max_message_bytes=config.max_message_bytes,
             on_change=self._update_health,
+            transport=transport,
         )
         verifier = TransferVerifier(
             data_plane.manifest.logical,
@@ -184,7 +195,7 @@ class DecodeNode:
             engine=self.engine,
             clear_cache=self._core.scheduler.clear_cache,
             is_serving=lambda: self.is_ready,
-            num_handoffs=lambda: receiving.remote.num_handoffs if receiving else 0,
+            num_handoffs=lambda: self.num_handoffs,
             num_local_prefills=lambda: receiving.local.num_prompts if receiving else 0,
             num_refused_runs=lambda: data_plane.planes.num_refused_runs if data_plane else 0,
             peers=lambda: receiving.peers.statuses() if receiving else (),

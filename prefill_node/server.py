@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
@@ -19,7 +19,7 @@ from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import NodeService, RpcServer, Telemetry
+from node_runtime.rpc import NodeService, RpcServer, Telemetry, Transport
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.handoff import ChecksumTools, HandoffTools
 from prefill_node.peers import DecodePeers
@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillNode:
-    """One prefill node. Made inside a running event loop, which it belongs to."""
+    """One prefill node. Made inside a running event loop, which it belongs to.
+
+    By default `transport` is gRPC's own, `engine_class` the one with a thread, and `hashing` a thread for checksums.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,9 @@ class PrefillNode:
         on_fatal: Callable[[BaseException], None],
         on_drain: Callable[[str], None],
         clock: Clock | None = None,
+        transport: Transport | None = None,
+        engine_class: type[EngineLoop] = EngineLoop,
+        hashing: Executor | None = None,
     ) -> None:
         """`on_drain` is told why the node is to stop when a caller asked it to."""
         clock = clock or SystemClock()
@@ -50,7 +56,7 @@ class PrefillNode:
         self._core = core
         self._planes = data_plane.planes
         self._is_serving = False
-        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
+        self._hashing = hashing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         incarnation = secrets.randbits(64) or 1
         probes = ProbeBuffer()
         self._planes.register(probes.base_address, probes.num_bytes, shared_descriptor=probes.shared_descriptor)
@@ -59,7 +65,7 @@ class PrefillNode:
             source=data_plane.manifest.ranks[0],
             block_tables=core.scheduler.block_tables,
         )
-        self.engine = EngineLoop(
+        self.engine = engine_class(
             core.scheduler,
             core.executor,
             group_ids=core.group_ids,
@@ -100,7 +106,7 @@ class PrefillNode:
             num_handoffs=lambda: self.service.num_handoffs,
             peers=self._peers.statuses,
         )
-        self._server = RpcServer(config)
+        self._server = RpcServer(config, transport=transport)
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.service)
         node_service = NodeService(reporter, self._server, on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)

@@ -11,10 +11,10 @@ from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
 
 from model_runtime.text.errors import ChatTemplateError, TokenizerError
 from model_runtime.text.tokenizer import Tokenizer, load_tokenizer
-from node_runtime.clock import SystemClock
+from node_runtime.clock import Clock, SystemClock
 from node_runtime.errors import BadConfig
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import ChannelPool, NodeService, RpcServer, Telemetry
+from node_runtime.rpc import ChannelPool, NodeService, RpcServer, Telemetry, Transport
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
@@ -66,7 +66,10 @@ def _load_tokenizer(model: str) -> Tokenizer:
 
 
 class Router:
-    """A whole router inside one event loop."""
+    """A whole router inside one event loop.
+
+    By default `clock` is the system's and `transport` gRPC's own; `draw` gives random numbers in [0, 1).
+    """
 
     def __init__(
         self,
@@ -76,16 +79,21 @@ class Router:
         telemetry: Telemetry,
         on_fatal: Callable[[BaseException], None],
         on_drain: Callable[[str], None],
+        clock: Clock | None = None,
+        transport: Transport | None = None,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         """`on_fatal` is told of a defect with which the router would serve an ever older picture of its nodes,
         `on_drain` why the router is to stop when a caller asked it to.
         """
+        self._clock = clock or SystemClock()
+        self._draw = draw
         self._config = config
         self._on_fatal = on_fatal
         self._on_drain = on_drain
         self._tokenizer = tokenizer
         self._telemetry = telemetry
-        self._channels = ChannelPool(max_message_bytes=config.max_message_bytes)
+        self._channels = ChannelPool(max_message_bytes=config.max_message_bytes, transport=transport)
         self._pool = NodePool(
             {
                 ComputeRole.PREFILL: config.prefill,
@@ -101,7 +109,7 @@ class Router:
             idle_poll_interval_s=config.idle_poll_interval_s,
             on_change=self._update_health,
         )
-        self._server = RpcServer(config, self._telemetry)
+        self._server = RpcServer(config, self._telemetry, transport=transport)
         self._health_watch = HealthWatch(
             self._pool.addresses,
             self._channels,
@@ -141,10 +149,10 @@ class Router:
             discovery=self._discovery,
             channels=self._channels,
             telemetry=self._telemetry,
-            clock=SystemClock(),
+            clock=self._clock,
             retry_policy=RetryPolicy(max_attempts=config.max_attempts),
             retry_budget=RetryBudget(ratio=config.retry_ratio, burst=config.retry_burst),
-            draw=random.random,
+            draw=self._draw,
         )
 
     async def start(self) -> None:

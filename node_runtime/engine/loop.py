@@ -167,10 +167,15 @@ class EngineLoop:
 
     def run_until_idle(self) -> None:
         """Works off the inbox and every plan that follows from it, on the caller's thread. For tests and simulation."""
-        while not self._stopping:
-            self._drain_inbox(wait=False)
-            if not self._step() and self._inbox.empty():
-                return
+        while self.run_once():
+            continue
+
+    def run_once(self) -> bool:
+        """One iteration on the caller's thread; False when there is nothing left to do. For tests and simulation."""
+        if self._stopping:
+            return False
+        self._drain_inbox(wait=False)
+        return not self._stopping and (self._step() or not self._inbox.empty())
 
     def _run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import version
 
 from pdmesh.v1 import mesh_pb2
@@ -18,7 +19,7 @@ def describe_node(
         node_id=node_id,
         incarnation=incarnation,
         role=role,
-        version=version("pdmesh"),
+        version=_own_version(),
         model=facts.name,
         model_fingerprint=facts.fingerprint,
         vocab_size=facts.vocab_size,
@@ -29,5 +30,11 @@ def describe_node(
         weight_bytes=facts.weight_bytes,
         device=facts.device,
         batch_invariant=facts.is_batch_invariant,
-        data_plane="" if core.data_plane is None else ", ".join(each.name for each in core.data_plane.planes.engines),
+        data_plane="" if core.data_plane is None else core.data_plane.engine.name,
     )
+
+
+@cache
+def _own_version() -> str:
+    """Read once: it lies in a file."""
+    return version("pdmesh")

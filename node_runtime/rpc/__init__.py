@@ -25,6 +25,7 @@ from node_runtime.rpc.telemetry import (
     current_trace_id,
     rpc_metadata,
 )
+from node_runtime.rpc.transport import SocketTransport, Transport
 
 __all__ = [
     "STATUS_BY_ERROR",
@@ -35,10 +36,12 @@ __all__ = [
     "NodeService",
     "RpcContext",
     "RpcServer",
+    "SocketTransport",
     "Span",
     "SpanKind",
     "Telemetry",
     "TraceContext",
+    "Transport",
     "code_number",
     "connect",
     "current_context",

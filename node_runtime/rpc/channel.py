@@ -16,8 +16,8 @@ from node_runtime.errors import NodeError, PeerUnavailable
 from node_runtime.rpc.address import parse_address
 from node_runtime.rpc.deadlines import call_timeout_s
 from node_runtime.rpc.errors import error_from_rpc
-from node_runtime.rpc.options import channel_options
 from node_runtime.rpc.telemetry import rpc_metadata
+from node_runtime.rpc.transport import SocketTransport, Transport
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -27,9 +27,10 @@ StubT = TypeVar("StubT")
 class Channel:
     """A connection to one node, made when it is first used and remade when it broke."""
 
-    def __init__(self, address: str, *, max_message_bytes: int) -> None:
+    def __init__(self, address: str, *, max_message_bytes: int, transport: Transport | None = None) -> None:
+        """`transport` makes the connection; by default gRPC's own."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+        self._channel = (transport or SocketTransport()).channel(address, max_message_bytes=max_message_bytes)
 
     def stub(self, stub_class: Callable[[grpc.aio.Channel], StubT]) -> StubT:
         """A generated stub on this channel. Pass its methods to the calls below."""
@@ -129,24 +130,27 @@ class DuplexCall(Generic[RequestT, ResponseT]):
         return error_from_rpc(grpc.aio.AioRpcError(code, trailing_metadata=trailers, details=details), self._address)
 
 
-def connect(address: str, *, max_message_bytes: int) -> Channel:
+def connect(address: str, *, max_message_bytes: int, transport: Transport | None = None) -> Channel:
     """A channel of its own to `host:port`; nothing is dialled yet. Raises InvalidRequest for a malformed address."""
     parse_address(address)
-    return Channel(address, max_message_bytes=max_message_bytes)
+    return Channel(address, max_message_bytes=max_message_bytes, transport=transport)
 
 
 class ChannelPool:
     """One shared channel per address."""
 
-    def __init__(self, *, max_message_bytes: int) -> None:
+    def __init__(self, *, max_message_bytes: int, transport: Transport | None = None) -> None:
         self._max_message_bytes = max_message_bytes
+        self._transport = transport
         self._channels: dict[str, Channel] = {}
 
     def get(self, address: str) -> Channel:
         """The channel to `address`, made on first use. Raises InvalidRequest for a malformed address."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = connect(address, max_message_bytes=self._max_message_bytes)
+            channel = self._channels[address] = connect(
+                address, max_message_bytes=self._max_message_bytes, transport=self._transport
+            )
         return channel
 
     async def close(self) -> None:

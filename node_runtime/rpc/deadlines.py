@@ -1,10 +1,12 @@
 """The deadline of the call being served, so that every call made on its behalf inherits it.
 
-A context variable carries it: set by the server around each handler, read by the client side.
+A context variable carries it: set by the server around each handler, read by the client side. Time is the event
+loop's, as it is for asyncio's own timeouts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +17,19 @@ from node_runtime.errors import DeadlineExceeded
 _deadline_s: ContextVar[float | None] = ContextVar("pdmesh_deadline", default=None)
 
 
+def _now_s() -> float:
+    """Monotonic seconds: the running event loop's, which is the system's clock unless the loop is a simulated one."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
 @contextmanager
 def deadline_within(seconds: float) -> Iterator[None]:
     """Bounds every call made inside to `seconds` from now; an earlier deadline stays in force."""
     outer = _deadline_s.get()
-    own = time.monotonic() + seconds
+    own = _now_s() + seconds
     token = _deadline_s.set(own if outer is None else min(outer, own))
     try:
         yield
@@ -30,7 +40,7 @@ def deadline_within(seconds: float) -> Iterator[None]:
 def remaining_s() -> float | None:
     """Seconds until the current deadline, never negative; None outside of a call."""
     deadline = _deadline_s.get()
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    return None if deadline is None else max(0.0, deadline - _now_s())
 
 
 def call_timeout_s(timeout_s: float | None) -> float:

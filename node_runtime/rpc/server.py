@@ -18,8 +18,8 @@ from node_runtime.errors import BadConfig, NodeError, PortInUse
 from node_runtime.rpc.address import format_address
 from node_runtime.rpc.calls import CallGuard
 from node_runtime.rpc.health import Health, add_reflection
-from node_runtime.rpc.options import server_options
 from node_runtime.rpc.telemetry import Telemetry
+from node_runtime.rpc.transport import SocketTransport, Transport
 
 ServicerT = TypeVar("ServicerT")
 
@@ -29,9 +29,14 @@ _FAREWELL_S = 0.2
 class RpcServer:
     """Serves what was added, from `start` to `stop`."""
 
-    def __init__(self, config: NodeConfig, telemetry: Telemetry | None = None) -> None:
-        """Without `telemetry` nothing is recorded here; a caller's trace is handed on either way."""
+    def __init__(
+        self, config: NodeConfig, telemetry: Telemetry | None = None, *, transport: Transport | None = None
+    ) -> None:
+        """Without `telemetry` nothing is recorded here; a caller's trace is handed on either way. `transport` makes the
+        server; by default gRPC's own.
+        """
         self._config = config
+        self._transport = transport or SocketTransport()
         self._guard = CallGuard(
             node_id=config.node_id, default_deadline_s=config.default_deadline_s, telemetry=telemetry or Telemetry.off()
         )
@@ -84,7 +89,7 @@ class RpcServer:
         Raises PortInUse, or BadConfig when the configured host is not an address of this machine.
         """
         config = self._config
-        server = grpc.aio.server(interceptors=(self._guard,), options=server_options(config.max_message_bytes))
+        server = self._transport.server(self._guard, max_message_bytes=config.max_message_bytes)
         registrar = _Registrar(server)
         for add_to in self._adders:
             add_to(cast("grpc.aio.Server", registrar))
