@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.v1 import mesh_pb2
 
-from cache_runtime.transfer.engine import PeerLink, Region, Run, TransferError, TransferRejected
+from cache_runtime.transfer.engine import PeerLink, Region, Run, TransferError, TransferRejected, TransferReport
 from cache_runtime.transfer.placement import check_bridgeable, logical_differences
 from cache_runtime.transfer.plane_set import ChosenLink, PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest, PlaneOffer, RankPlacement
@@ -190,6 +190,7 @@ class DecodePeers:
             slot.fill(caller.nonce)
             run = Run(slot.address, caller.nonce_address, NONCE_BYTES)
             writing = asyncio.wrap_future(link.write([run], key=nonce_key(caller.nonce), timeout_s=_NONCE_TIMEOUT_S))
+            writing.add_done_callback(_heard)
             try:
                 # Shielded: the slot must not be reused while the write may still read it.
                 await asyncio.shield(writing)
@@ -241,3 +242,9 @@ class DecodePeers:
 def _close_link(opening: asyncio.Future[ChosenLink]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().link.close()
+
+
+def _heard(writing: asyncio.Future[TransferReport]) -> None:
+    """The caller may have left before the write failed; a failure that nobody hears is no fault."""
+    if not writing.cancelled():
+        writing.exception()
