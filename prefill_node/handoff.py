@@ -169,6 +169,7 @@ class PromptHandoff:
         self._on_terminal = on_terminal
         self._transfer: OutgoingTransfer | None = None
         self._num_granted_blocks = 0
+        self._request_id = ""
         self._handoff_id = b""
         self._wants_checksums = False
         self._broken_rule: InvalidRequest | None = None
@@ -186,10 +187,19 @@ class PromptHandoff:
     def num_granted_blocks(self) -> int:
         return self._num_granted_blocks
 
+    def is_attempt_of(self, start: Start) -> bool:
+        """Whether the decode node of `start` is being served the same request here."""
+        return (
+            self._request_id == start.request_id
+            and self._peer.incarnation == start.decode_incarnation
+            and self._session.state is not PrefillState.DRAINING
+        )
+
     def open(self, start: Start) -> None:
         """Submits the prompt. Raises InvalidRequest for a Start that breaks a rule; nothing is held then."""
         for action in self._session.handle(start, self._tools.clock.now_s()):
             self._carry_out(action)
+        self._request_id = start.request_id
         self._handoff_id = start.handoff_id
         # Of ranks that ship parts of blocks there are none, as from a node that knows no checksums.
         self._wants_checksums = start.wants_checksums and self._tools.checksums.hasher.can_compare(self._peer.target)

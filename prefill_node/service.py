@@ -71,6 +71,7 @@ class PrefillService:
         self._limits = limits
         self._tools = tools
         self._telemetry = telemetry
+        # By the name of the request inside this node.
         self._live: dict[str, PromptHandoff] = {}
         self._used_ids = UsedHandoffIds()
         self._serials = itertools.count(1)
@@ -136,23 +137,30 @@ class PrefillService:
             raise NotBootstrapped("prefill_incarnation: this prefill node was restarted since the bootstrap")
         peer = self._tools.peers.find(start.decode_incarnation)
         self._used_ids.check(start.handoff_id)
-        if start.request_id in self._live:
-            raise DuplicateRequest(start.request_id)
+        self._check_unique(start)
         self._check_queue()
+        engine_id = f"{start.request_id}#{next(self._serials)}"
         handoff = PromptHandoff(
-            engine_id=f"{start.request_id}#{next(self._serials)}",
+            engine_id=engine_id,
             peer=peer,
             tools=self._tools,
             check_start=self._check_start,
             check_grant=partial(self._check_grant, peer),
-            on_terminal=partial(self._forget, start.request_id, peer),
+            on_terminal=partial(self._forget, engine_id, peer),
         )
         handoff.open(start)
         self._used_ids.add(start.handoff_id)
-        self._live[start.request_id] = handoff
+        self._live[engine_id] = handoff
         peer.num_handoffs += 1
         peer.on_restart.add(handoff.drop)
         return handoff
+
+    def _check_unique(self, start: Start) -> None:
+        """One handoff per request and decode node. What was given up counts no more, nor does another node's attempt: a
+        router places a request anew before this node knows that the first one is lost.
+        """
+        if any(handoff.is_attempt_of(start) for handoff in self._live.values()):
+            raise DuplicateRequest(start.request_id)
 
     def _check_queue(self) -> None:
         num_waiting = sum(handoff.state is PrefillState.QUEUED for handoff in self._live.values())
@@ -180,9 +188,9 @@ class PrefillService:
             groups=peer.groups,
         )
 
-    def _forget(self, request_id: str, peer: DecodePeer) -> None:
+    def _forget(self, engine_id: str, peer: DecodePeer) -> None:
         peer.num_handoffs -= 1
-        peer.on_restart.discard(self._live.pop(request_id).drop)
+        peer.on_restart.discard(self._live.pop(engine_id).drop)
 
     @staticmethod
     async def _read(messages: AsyncIterator[handoff_pb2.HandoffRequest], handoff: PromptHandoff) -> None:

@@ -331,6 +331,27 @@ async def test_a_name_that_is_live_on_the_prefill_node_is_refused_there_too(raw:
     first.cancel()
 
 
+async def test_a_name_that_another_decode_node_has_live_is_served(raw: RawPeer) -> None:
+    """A router places a request anew before the prefill node can know that the first decode node is lost."""
+    incarnation = await raw.bootstrap()
+    await raw.bootstrap(node_id="raw-2", incarnation=4712)
+
+    async def requests(decode_incarnation: int, handoff_id: bytes) -> AsyncIterator[handoff_pb2.HandoffRequest]:
+        yield start(incarnation, handoff_id=handoff_id, decode_incarnation=decode_incarnation)
+        await over.wait()
+
+    over = asyncio.Event()
+    calls = [
+        raw.stub.Handoff(requests(4711, b"h" * 16), timeout=10),
+        raw.stub.Handoff(requests(4712, b"i" * 16), timeout=10),
+    ]
+    for call in calls:
+        assert (await call.read()).HasField("ready")
+    over.set()
+    for call in calls:
+        call.cancel()
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
