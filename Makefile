@@ -2,10 +2,10 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
-PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node pdmesh_cli
+PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-states bench-trace bench-verify clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-states bench-trace bench-verify clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ nightly: setup ## hours of looking for trouble: fuzzed conversations, long rando
 	@$(MAKE) --no-print-directory test-cpp
 	@ASAN_OPTIONS=abort_on_error=1 UBSAN_OPTIONS=abort_on_error=1 build/cpp-tests/scheduler_core/scheduler_fuzz $(FUZZ_INPUTS)
 	@PDMESH_HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/unit/scheduler_core
+
+SOAK_MINUTES ?= 60
+soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)
+	@$(BIN)/pdmesh sim --minutes $(SOAK_MINUTES) --jobs "$$(nproc)"
 
 lint:
 	@$(BIN)/ruff check .

@@ -28,6 +28,7 @@ from pdmesh_cli.client_types import GenerateOptions, PdmeshError
 from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
 from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
+from pdmesh_cli.sim import simulate_mesh
 from pdmesh_cli.up import DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
@@ -52,6 +53,7 @@ app = typer.Typer(
 _NODES = "Nodes"
 _THIS_MACHINE = "A mesh on this machine"
 _CLIENTS = "Using a mesh"
+_DEVELOPERS = "Testing a mesh"
 
 
 @contextmanager
@@ -421,6 +423,9 @@ def _drain(
 def _version() -> None:
     """Print the version."""
     typer.echo(f"pdmesh {importlib.metadata.version('pdmesh')}")
+
+
+app.command("sim", rich_help_panel=_DEVELOPERS)(simulate_mesh)
 
 
 def main() -> None:

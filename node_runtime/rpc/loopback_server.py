@@ -180,10 +180,16 @@ class _ServerCall:
             "Callable[[object, _ServerCall], asyncio.Future[object]]",
             handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream,
         )
-        request = self._stream() if handler.request_streaming else self._opened.data
+        request = self._stream() if handler.request_streaming else self._request(handler)
         response = await behaviour(request, self)
         if not handler.response_streaming:
             await self.write(response)
+
+    def _request(self, handler: grpc.RpcMethodHandler[object, object]) -> object:
+        """Guarded handlers take bytes, those of gRPC's own services a message."""
+        parse = handler.request_deserializer
+        data = self._opened.data or b""
+        return data if parse is None else parse(data)
 
     async def _stream(self) -> AsyncIterator[bytes]:
         while True:

@@ -18,6 +18,7 @@ PACKAGES = (
     "prefill_node",
     "decode_node",
     "router_node",
+    "simulation",
     "pdmesh_cli",
 )
 

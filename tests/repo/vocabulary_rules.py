@@ -53,6 +53,7 @@ PYTHON = tuple(
         "prefill_node",
         "decode_node",
         "router_node",
+        "simulation",
         "pdmesh_cli",
     )
 )

@@ -12,7 +12,21 @@ from typer.testing import CliRunner
 from pdmesh_cli.main import app
 
 _GOLDEN = Path(__file__).parent / "golden"
-_COMMANDS = ("", "router", "prefill", "decode", "fused", "up", "demo", "plan", "generate", "status", "drain", "version")
+_COMMANDS = (
+    "",
+    "router",
+    "prefill",
+    "decode",
+    "fused",
+    "up",
+    "demo",
+    "plan",
+    "generate",
+    "status",
+    "drain",
+    "version",
+    "sim",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,104 @@
+"""Runs many seeds, on several processes if asked to, and explains those that fail."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from simulation.minimise import minimise
+from simulation.run import Outcome, simulate
+from simulation.scenario import draw_scenario
+
+# Seeds that one worker takes at a time.
+_CHUNK_SEEDS = 16
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a campaign has seen so far."""
+
+    num_runs: int = 0
+    elapsed_s: float = 0.0
+    statuses: Counter[str] = field(default_factory=Counter)
+    failed_seeds: list[int] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.num_runs += 1
+        self.statuses.update(outcome.statuses)
+        if outcome.findings:
+            self.failed_seeds.append(outcome.scenario.seed)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {status}" for status, count in self.statuses.most_common())
+        rate = self.num_runs / self.elapsed_s * 60 if self.elapsed_s else 0.0
+        failed = len(self.failed_seeds)
+        return f"{self.num_runs} runs, {failed} with findings, {rate:,.0f} runs a minute; requests ended in: {ends}"
+
+
+def run_seed(seed: int) -> Outcome:
+    """One run of the scenario that the seed stands for."""
+    return simulate(draw_scenario(seed))
+
+
+def outcomes(seeds: Iterable[int], num_jobs: int) -> Iterator[Outcome]:
+    """The outcomes of all seeds, in any order."""
+    if num_jobs == 1:
+        yield from map(run_seed, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=_CHUNK_SEEDS)
+
+
+def run_campaign(
+    first_seed: int,
+    *,
+    num_runs: int | None,
+    duration_s: float | None,
+    num_jobs: int,
+    max_failures: int,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Tally:
+    """Runs seeds from `first_seed` on, `num_runs` of them or as many as `duration_s` allows, and reports through `say`.
+
+    Stops after `max_failures` seeds with findings; each is explained when it comes.
+    """
+    tally, begin_s = Tally(), clock()
+    seeds = itertools.count(first_seed) if num_runs is None else range(first_seed, first_seed + num_runs)
+    for outcome in outcomes(_until(seeds, duration_s, begin_s, clock), num_jobs):
+        tally.add(outcome)
+        tally.elapsed_s = clock() - begin_s
+        if outcome.findings:
+            say(explain(outcome))
+            if len(tally.failed_seeds) >= max_failures:
+                break
+        if tally.num_runs % 2000 == 0:
+            say(str(tally))
+    return tally
+
+
+def _until(seeds: Iterable[int], duration_s: float | None, begin_s: float, clock: Callable[[], float]) -> Iterator[int]:
+    for seed in seeds:
+        if duration_s is not None and clock() - begin_s >= duration_s:
+            return
+        yield seed
+
+
+def explain(outcome: Outcome) -> str:
+    """The findings of a run, the smallest scenario that shows the first of them, and how it came about."""
+    smallest = minimise(outcome)
+    told = simulate(smallest.scenario, is_verbose=True)
+    return "\n".join(
+        (
+            f"seed {outcome.scenario.seed}: {len(outcome.findings)} findings",
+            *(f"  {finding}" for finding in outcome.findings),
+            f"smallest scenario with a finding of kind {outcome.findings[0].kind!r}:",
+            *told.scenario.describe(),
+            "transcript:",
+            *told.lines,
+        )
+    )

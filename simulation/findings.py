@@ -1,0 +1,69 @@
+"""What a simulation reports: findings, and a transcript of how they came about."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import override
+
+_MAX_FINDINGS = 50
+
+
+class Timekeeper(Protocol):
+    """Tells the time of the simulation."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A promise that was broken. `kind` is one of a few names, by which runs are compared."""
+
+    kind: str
+    text: str
+    at_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:9.4f} {self.kind}: {self.text}"
+
+
+class Journal:
+    """Findings, and lines of the transcript when `is_verbose`."""
+
+    def __init__(self, time: Timekeeper, *, is_verbose: bool) -> None:
+        self._time = time
+        self.is_verbose = is_verbose
+        self.findings: list[Finding] = []
+        self.lines: list[str] = []
+
+    def note(self, who: str, text: Callable[[], str]) -> None:
+        """One line of the transcript; `text` is asked only when somebody will read it."""
+        if self.is_verbose:
+            self.lines.append(f"{self._time.now_s:9.4f} {who:<10} {text()}")
+
+    def find(self, kind: str, text: str) -> None:
+        if len(self.findings) < _MAX_FINDINGS:
+            finding = Finding(kind=kind, text=text, at_s=self._time.now_s)
+            self.findings.append(finding)
+            self.note("FINDING", lambda: f"{kind}: {text}")
+
+
+class JournalHandler(logging.Handler):
+    """Log records of the nodes: a traceback or a critical one is a finding, others belong to the transcript."""
+
+    def __init__(self, journal: Journal, process_name: Callable[[], str]) -> None:
+        super().__init__(logging.INFO if journal.is_verbose else logging.ERROR)
+        self._journal = journal
+        self._process_name = process_name
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        name, text = self._process_name(), record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None or record.levelno >= logging.CRITICAL:
+            self._journal.find("log", f"{name}: {text}" + ("" if error is None else f": {error!r}"))
+        else:
+            self._journal.note(name, lambda: f"{record.levelname.lower()}: {text}")

@@ -1,0 +1,139 @@
+"""The machines of a simulated mesh: each runs one process after another, at an address that stays.
+
+A host starts, kills, stops and restarts its process. What is not simulated here is the node: its services, sessions,
+scheduler and engine loop are those of production, on a simulated transport, data plane, clock and model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from node_runtime.rpc import Telemetry
+from node_runtime.rpc.loopback import LoopbackTransport
+from router_node.server import Router
+from simulation.findings import Journal
+from simulation.kernel import Process, VirtualClock, World
+from simulation.ledger import Ledger
+from simulation.network import Network
+from simulation.plane import DataNetwork
+from simulation.settings import router_config, simulated_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all hosts of a world share."""
+
+    world: World
+    network: Network
+    data: DataNetwork
+    ledger: Ledger
+    journal: Journal
+    rng: Random
+    compute_factor: float
+    # Nobody's process: what happens to processes is called from it.
+    director: Process
+
+
+_WAKE_S = 0.001
+
+
+class Host:
+    """One machine. `boot` starts a process on it; how is for the subclasses to say."""
+
+    def __init__(self, name: str, address: str, surroundings: Surroundings) -> None:
+        self.name = name
+        self.address = address
+        self.around = surroundings
+        self.process: Process | None = None
+        self.past: list[Process] = []
+        self.slowness = 1.0
+        self.is_draining = False
+
+    @property
+    def is_up(self) -> bool:
+        return self.process is not None
+
+    def boot(self) -> None:
+        """Starts a process. Without effect while one runs."""
+        if self.process is None:
+            process = self.process = Process(self.around.world, self.name, partial(self._on_error, self.name))
+            self.around.journal.note(self.name, lambda: "starts")
+            process.call_soon(self._start, process)
+
+    def kill(self, *, silently: bool = False) -> None:
+        """As kill -9, or `silently` as a power cut."""
+        process, self.process = self.process, None
+        self.is_draining = False
+        if process is not None:
+            self.around.journal.note(self.name, lambda: "is killed" + (", and its machine with it" if silently else ""))
+            process.kill()
+            self.past.append(process)
+            self.around.network.drop_process(process, silently=silently)
+            self.around.data.drop_process(process)
+
+    def stop_running(self) -> None:
+        if self.process is not None and not self.process.is_stopped:
+            self.around.journal.note(self.name, lambda: "is stopped")
+            self.process.stop_running()
+            self.around.network.suspend(self.process)
+
+    def resume(self) -> None:
+        if self.process is not None and self.process.is_stopped:
+            self.around.journal.note(self.name, lambda: "goes on")
+            # Which of its threads is the first is the kernel's choice: here the engine's, which is the worse case.
+            self.process.is_waking = True
+            self.around.director.call_later(_WAKE_S, self.process.resume)
+
+    def close(self) -> None:
+        """Ends every coroutine of every process that ever ran here."""
+        for process in (*self.past, *(() if self.process is None else (self.process,))):
+            process.close_tasks()
+
+    def _start(self, process: Process) -> None:
+        raise NotImplementedError
+
+    def _on_error(self, name: str, message: str, error: BaseException | None) -> None:
+        self.around.journal.find("exception", f"{name}: {message}: {error!r}")
+
+    def on_fatal(self, error: BaseException) -> None:
+        self.around.journal.find("fatal", f"{self.name}: {error!r}")
+
+    def on_drain(self, reason: str) -> None:
+        self.around.journal.find("drain", f"{self.name} drains though nobody asked it to: {reason}")
+
+    def transport(self, process: Process) -> LoopbackTransport:
+        return LoopbackTransport(self.around.network.wire_of(process))
+
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def hostname(self) -> str:
+        return self.address.rpartition(":")[0]
+
+
+class RouterHost(Host):
+    """Runs a Router in front of the given nodes."""
+
+    def __init__(
+        self, name: str, address: str, surroundings: Surroundings, prefill: Sequence[str], decode: Sequence[str]
+    ) -> None:
+        super().__init__(name, address, surroundings)
+        self._prefill = tuple(prefill)
+        self._decode = tuple(decode)
+        self.router: Router | None = None
+
+    def _start(self, process: Process) -> None:
+        router = self.router = Router(
+            router_config(self.name, self.hostname(), self.port(), self._prefill, self._decode),
+            simulated_tokenizer(),
+            telemetry=Telemetry.off(),
+            on_fatal=self.on_fatal,
+            on_drain=self.on_drain,
+            clock=VirtualClock(self.around.world),
+            transport=self.transport(process),
+            draw=self.around.rng.random,
+        )
+        process.create_task(router.start())

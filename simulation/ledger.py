@@ -1,0 +1,182 @@
+"""Who may write where: the grants of every decode node, watched from the scheduler's plans and events on one side and
+the data plane's landings on the other.
+
+It checks that a block is granted once at a time, that nobody else gets it while it is, that nothing lands in it
+outside of its grant or from another node, that Done comes after the last byte, and that no request runs before Done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_runtime.recipes.plan import CacheMemoryPlan
+from cache_runtime.transfer.engine import Run
+from scheduler_core import DoneEvent, Event, Plan, QuiescedEvent, Scheduler, SchedulerConfig
+from simulation.findings import Journal
+from simulation.kernel import Process
+from simulation.plane import SimulatedPlane
+
+_CELL_BYTES = 16
+_Span = tuple[int, int]
+
+
+class WatchedScheduler(Scheduler):
+    """A scheduler that tells what it decides and hears."""
+
+    def __init__(
+        self, config: SchedulerConfig, on_plan: Callable[[Plan], None], on_events: Callable[[Sequence[Event]], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_plan = on_plan
+        self._on_events = on_events
+
+    def next_plan(self) -> Plan:
+        plan = super().next_plan()
+        if not plan.is_empty:
+            self._on_plan(plan)
+        return plan
+
+    def advance(self, events: Sequence[Event]) -> None:
+        super().advance(events)
+        self._on_events(events)
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    number: int
+    request_id: str
+    spans: tuple[_Span, ...]
+    missing: npt.NDArray[np.bool_]
+    writer: Process | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """The arena of one incarnation of a decode node, in cells."""
+
+    process: Process
+    plan: CacheMemoryPlan
+    base_address: int
+    owner: npt.NDArray[np.int32]
+    grants: dict[str, _Grant] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+
+
+class Ledger:
+    """`WriteWatcher` of a world, and the checker of its decode nodes' grants."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._memories: dict[str, _Memory] = {}
+        self._num_grants = 0
+
+    def add_memory(self, endpoint: str, process: Process, plan: CacheMemoryPlan, base_address: int) -> None:
+        """A decode node starts with an empty arena; `endpoint` is its data plane's."""
+        owner = np.zeros(plan.num_arena_bytes // _CELL_BYTES, dtype=np.int32)
+        self._memories[endpoint] = _Memory(process, plan, base_address, owner)
+
+    def on_plan(self, endpoint: str, plan: Plan) -> None:
+        memory = self._memories[endpoint]
+        for group, blocks in enumerate(plan.zero_blocks):
+            for begin, end in _spans(memory.plan, group, blocks.tolist()):
+                if memory.owner[begin:end].any():
+                    self._find_granted_twice(memory, begin, end)
+        for remote in plan.remote_prefills:
+            self._open(memory, remote.request_id, [blocks.tolist() for blocks in remote.block_ids])
+        for request_id in plan.request_ids:
+            if request_id in memory.grants:
+                self._journal.find("early read", f"{memory.process.name} runs {request_id} before its Done")
+
+    def on_events(self, endpoint: str, events: Sequence[Event]) -> None:
+        memory = self._memories[endpoint]
+        for event in events:
+            if isinstance(event, DoneEvent):
+                grant = memory.grants.get(event.request_id)
+                if grant is not None and grant.missing.any():
+                    num_bytes = int(grant.missing.sum()) * _CELL_BYTES
+                    text = f"{memory.process.name} takes {event.request_id} for done with {num_bytes} bytes missing"
+                    self._journal.find("early done", text)
+            if isinstance(event, DoneEvent | QuiescedEvent):
+                self._close(memory, event.request_id)
+
+    def on_grant_sent(self, source: str, writer: Process, blocks: Iterable[tuple[str, int]]) -> None:
+        """A grant message goes from the decode node `source` to `writer`; `blocks` are (group id, block id)."""
+        memory = next((item for item in self._memories.values() if item.process.name == source), None)
+        if memory is None or memory.process.is_dead:
+            return
+        groups = {spec.group_id: index for index, spec in enumerate(memory.plan.groups)}
+        for group_id, block in blocks:
+            for begin, end in _spans(memory.plan, groups[group_id], [block]):
+                number = int(memory.owner[begin:end].max())
+                for grant in memory.grants.values():
+                    if grant.number == number:
+                        grant.writer = writer
+                return
+
+    # WriteWatcher.
+
+    def on_landed(self, source: SimulatedPlane, target: SimulatedPlane, run: Run) -> None:
+        memory = self._memories.get(target.endpoint)
+        if memory is None or not 0 <= run.target_address - memory.base_address < memory.plan.num_arena_bytes:
+            return
+        begin = (run.target_address - memory.base_address) // _CELL_BYTES
+        end = begin + -(-run.length_bytes // _CELL_BYTES)
+        owners = memory.owner[begin:end]
+        number = int(owners[0])
+        where = f"cells [{begin}, {end}) of {target.process.name}"
+        if number == 0 or (owners != number).any():
+            self._journal.find("stray write", f"{source.process.name} wrote into {where}, which are not granted")
+            return
+        grant = next(grant for grant in memory.grants.values() if grant.number == number)
+        if grant.writer is not None and grant.writer is not source.process:
+            text = f"{source.process.name} wrote into {where}, granted to {grant.writer.name} for {grant.request_id}"
+            self._journal.find("stray write", text)
+        grant.missing[begin:end] = False
+
+    def _open(self, memory: _Memory, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        self._num_grants += 1
+        spans = tuple(span for group, blocks in enumerate(block_ids) for span in _spans(memory.plan, group, blocks))
+        missing = np.zeros(len(memory.owner), dtype=np.bool_)
+        for begin, end in spans:
+            if memory.owner[begin:end].any():
+                self._find_granted_twice(memory, begin, end)
+            memory.owner[begin:end] = self._num_grants
+            missing[begin:end] = True
+        memory.grants[request_id] = _Grant(self._num_grants, request_id, spans, missing)
+
+    def _close(self, memory: _Memory, request_id: str) -> None:
+        grant = memory.grants.pop(request_id, None)
+        if grant is not None:
+            memory.owner[memory.owner == grant.number] = 0
+
+    def _find_granted_twice(self, memory: _Memory, begin: int, end: int) -> None:
+        number = int(memory.owner[begin:end].max())
+        holder = next((grant.request_id for grant in memory.grants.values() if grant.number == number), "?")
+        text = f"{memory.process.name} gives cells [{begin}, {end}) away while they are granted for {holder}"
+        self._journal.find("granted twice", text)
+
+
+def _spans(plan: CacheMemoryPlan, group: int, blocks: Iterable[int]) -> Iterator[_Span]:
+    """[begin, end) of the cells of some blocks of one group, field by field."""
+    for offset, stride, num_bytes in _fields_of(plan)[group]:
+        for block in blocks:
+            begin = (offset + block * stride) // _CELL_BYTES
+            yield begin, begin + num_bytes // _CELL_BYTES
+
+
+@lru_cache(maxsize=64)
+def _fields_of(plan: CacheMemoryPlan) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    return tuple(
+        tuple(
+            (item.offset_bytes, item.block_stride_bytes, item.block_bytes)
+            for item in plan.fields
+            if item.group_id == spec.group_id
+        )
+        for spec in plan.groups
+    )
