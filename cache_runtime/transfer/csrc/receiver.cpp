@@ -11,6 +11,8 @@ namespace {
 
 // How much is copied before the fence is looked at again: bounds how long a revocation waits.
 constexpr std::uint64_t kMaxFencedBytes = 1ull << 20;
+// What one call asks the socket for: hardly ever is more there, and every buffer that is named costs time.
+constexpr std::uint64_t kMaxReceivedBytes = 256ull << 10;
 constexpr std::size_t kMaxBuffers = 512;
 constexpr std::size_t kWasteBytes = 1 << 18;
 
@@ -149,7 +151,7 @@ void Receiver::receive_pieces(Placing& placing) {
 void Receiver::gather_buffers(const Placing& placing) {
   buffers_.clear();
   std::uint64_t begin = placing.num_arrived_bytes;
-  std::uint64_t room = kMaxFencedBytes;
+  std::uint64_t room = kMaxReceivedBytes;
   for (std::size_t index = placing.index; index < pieces_.size(); ++index, begin = 0) {
     const Piece& piece = pieces_[index];
     while (begin < piece.num_bytes) {
