@@ -14,7 +14,7 @@ from simulation.run import Outcome, simulate
 from simulation.scenario import draw_scenario
 
 # Seeds that one worker takes at a time.
-_CHUNK_SEEDS = 16
+_CHUNK_SEEDS = 4
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def run_campaign(
     """
     tally, begin_s = Tally(), clock()
     seeds = itertools.count(first_seed) if num_runs is None else range(first_seed, first_seed + num_runs)
-    for outcome in outcomes(_until(seeds, duration_s, begin_s, clock), num_jobs):
+    for outcome in outcomes(seeds, num_jobs):
         tally.add(outcome)
         tally.elapsed_s = clock() - begin_s
         if outcome.findings:
@@ -78,14 +78,10 @@ def run_campaign(
                 break
         if tally.num_runs % 2000 == 0:
             say(str(tally))
+        # Here and not where seeds are drawn: a pool of processes draws far ahead.
+        if duration_s is not None and tally.elapsed_s >= duration_s:
+            break
     return tally
-
-
-def _until(seeds: Iterable[int], duration_s: float | None, begin_s: float, clock: Callable[[], float]) -> Iterator[int]:
-    for seed in seeds:
-        if duration_s is not None and clock() - begin_s >= duration_s:
-            return
-        yield seed
 
 
 def explain(outcome: Outcome) -> str:
