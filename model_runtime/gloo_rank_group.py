@@ -15,6 +15,9 @@ from model_runtime.errors import RankGroupError
 class GlooRankGroup:
     """Joins the default process group of this process, so there is one at a time; `close` leaves it.
 
+    A process that could not join must not try again: torch has counted the attempt, and the others would wait for it
+    under another name.
+
     Ranks meet through `store_path`, a file that all of them reach and nobody has used before. Joining and every call
     wait at most `timeout_s`. Raises RankGroupError when the others do not come, ValueError for a rank outside
     [0, size).
