@@ -68,7 +68,10 @@ format: setup ## rewrite sources in the project's format
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP_SOURCES)
 
-bench-failover bench-handoff: setup ## data planes beside memcpy between processes and a plain socket
+bench-failover: setup ## what the death of a node costs a client
+	@$(BIN)/python bench/bench_failover.py
+
+bench-handoff: setup ## data planes beside memcpy between processes and a plain socket
 	@$(BIN)/python bench/bench_handoff.py
 
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
