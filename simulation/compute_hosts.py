@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -53,8 +54,9 @@ class ComputeHost(Host):
             and self.num_handoffs() == 0
         )
 
+    @abstractmethod
     def num_handoffs(self) -> int:
-        raise NotImplementedError
+        """Handoffs under way, or whose blocks are still held."""
 
     def describe(self) -> str:
         if self.core is None:

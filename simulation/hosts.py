@@ -6,6 +6,7 @@ scheduler and engine loop are those of production, on a simulated transport, dat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ class Surroundings:
 _WAKE_S = 0.001
 
 
-class Host:
+class Host(ABC):
     """One machine. `boot` starts a process on it; how is for the subclasses to say."""
 
     def __init__(self, name: str, address: str, surroundings: Surroundings) -> None:
@@ -92,8 +93,9 @@ class Host:
         for process in (*self.past, *(() if self.process is None else (self.process,))):
             process.close_tasks()
 
+    @abstractmethod
     def _start(self, process: Process) -> None:
-        raise NotImplementedError
+        """Makes the node of this machine and begins to run it; called inside the event loop of `process`."""
 
     def _on_error(self, name: str, message: str, error: BaseException | None) -> None:
         self.around.journal.find("exception", f"{name}: {message}: {error!r}")

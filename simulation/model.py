@@ -106,7 +106,7 @@ def _advance(layer: int, token: int, position: int, previous: bytes) -> bytes:
     return blake2b(b"%d|%d|%d|%b" % (layer, token, position, previous), digest_size=_STATE_BYTES).digest()
 
 
-def _pick(parts: Sequence[bytes], seed: int) -> int:
+def _pick(parts: Sequence[bytes | memoryview], seed: int) -> int:
     return int.from_bytes(blake2b(b"".join(parts), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
@@ -293,7 +293,7 @@ class FakeExecutor:
             else:
                 self._read_column(layer, table, num_tokens, parts)
         seed = sampling[batch.request_ids[row]].seed
-        return SampledToken(token_id=_pick(parts, seed) % VOCAB_SIZE)  # type: ignore[arg-type]
+        return SampledToken(token_id=_pick(parts, seed) % VOCAB_SIZE)
 
     def _read_column(
         self, layer: _Layer, table: Sequence[int], num_tokens: int, parts: list[bytes | memoryview]

@@ -105,6 +105,27 @@ class Probe:
         return self.channel.stub(mesh_pb2_grpc.NodeStub)
 
 
+def tokens(*token_ids: int) -> decode_pb2.DecodeResponse:
+    response = decode_pb2.DecodeResponse()
+    for token_id in token_ids:
+        response.tokens.tokens.add(token_id=token_id)
+    return response
+
+
+async def two_responses(
+    request: decode_pb2.DecodeRequest, context: RpcContext
+) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    yield tokens(1)
+    yield tokens(2)
+
+
+async def one_response_then_never(
+    request: decode_pb2.DecodeRequest, context: RpcContext
+) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    yield tokens(1)
+    await asyncio.Event().wait()
+
+
 @asynccontextmanager
 async def serving(
     *,

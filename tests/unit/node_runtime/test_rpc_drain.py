@@ -13,30 +13,18 @@ from pdmesh.v1 import decode_pb2, handoff_pb2, mesh_pb2, prefill_pb2
 from node_runtime import errors
 from node_runtime.config import NodeConfig
 from node_runtime.rpc import DuplexCall, RpcContext, watch_health
-from tests.unit.node_runtime.probe_service import FixedReporter, Probe, ScriptedDecode, ScriptedPrefill, serving
+from tests.unit.node_runtime.probe_service import (
+    FixedReporter,
+    Probe,
+    ScriptedDecode,
+    ScriptedPrefill,
+    one_response_then_never,
+    serving,
+    tokens,
+    two_responses,
+)
 
 Requests = AsyncIterator[handoff_pb2.HandoffRequest]
-
-
-def tokens(*token_ids: int) -> decode_pb2.DecodeResponse:
-    response = decode_pb2.DecodeResponse()
-    for token_id in token_ids:
-        response.tokens.tokens.add(token_id=token_id)
-    return response
-
-
-async def two_responses(
-    request: decode_pb2.DecodeRequest, context: RpcContext
-) -> AsyncIterator[decode_pb2.DecodeResponse]:
-    yield tokens(1)
-    yield tokens(2)
-
-
-async def one_response_then_never(
-    request: decode_pb2.DecodeRequest, context: RpcContext
-) -> AsyncIterator[decode_pb2.DecodeResponse]:
-    yield tokens(1)
-    await asyncio.Event().wait()
 
 
 async def collect(responses: AsyncIterator[decode_pb2.DecodeResponse]) -> list[decode_pb2.DecodeResponse]:
