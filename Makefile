@@ -77,8 +77,8 @@ bench-handoff: setup ## data planes beside memcpy between processes and a plain 
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 	@$(BIN)/python bench/bench_mesh.py
 
-bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, LLAMA_CPP and VLLM=pythons that have them)
-	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) $(if $(VLLM),--vllm $(VLLM))
+bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, ENGINES=those to compare, LLAMA_CPP and VLLM=pythons that have them)
+	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINES),--engines "$(ENGINES)") $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) $(if $(VLLM),--vllm $(VLLM))
 
 bench-states: setup ## kernels of recurrent layers beside what the machine allows
 	@$(BIN)/python bench/bench_states.py

