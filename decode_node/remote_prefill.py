@@ -59,6 +59,9 @@ class RemotePrefill:
         self._engine = engine
         self._clock = clock
         self._telemetry = telemetry
+        self._handoffs = telemetry.metrics.counter(
+            "pdmesh.handoffs", "{handoff}", "handoffs that ended, by the failure if they failed"
+        )
         self._manifest = manifest
         self._notice_bound_s = notice_bound_s
         self._lease_ms = round(lease_s * 1000)
@@ -155,6 +158,7 @@ class RemotePrefill:
             ):
                 await handoff.run(timeout_s)
                 failure = handoff.failure
+                self._handoffs.add(1, {} if failure is None else {span_names.ERROR_TYPE: type(failure).__name__})
                 if isinstance(failure, RequestCancelled):
                     span.cancel()
                 elif failure is not None:

@@ -24,7 +24,7 @@ from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import NodeService, RpcServer, Telemetry, Transport
+from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from scheduler_core import Role
 
@@ -100,6 +100,7 @@ class DecodeNode:
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
         node_service = NodeService(self._make_reporter(), self._server, on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
+        self._status_metrics = StatusMetrics(telemetry.metrics, node_service.current_status)
 
     @property
     def address(self) -> str:
@@ -128,12 +129,14 @@ class DecodeNode:
         for line in self._core.describe():
             _log.info("%s", line)
         self._server.set_serving(self.is_ready)
+        self._status_metrics.start()
         if self._receiving is not None:
             self._receiving.peers.watch(self._receiving.addresses)
 
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         await self._server.stop(self._config.drain_grace_s)
+        await self._status_metrics.close()
         if self._receiving is not None:
             await self._receiving.remote.close()
             await self._receiving.peers.close()
@@ -212,7 +215,7 @@ class DecodeNode:
 async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
     """Runs a decode or fused node until it is told to stop. Returns the exit status."""
     role = Role.DECODE if isinstance(config, DecodeNodeConfig) else Role.FUSED
-    telemetry = Telemetry.setup(f"pdmesh-{config.role_name}", config.node_id, config.otlp_endpoint)
+    telemetry = Telemetry.for_node(config)
     stop_request = StopRequest()
     nodes: list[DecodeNode] = []
 
@@ -228,6 +231,7 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
         )
         nodes.append(node)
         await node.start()
+        telemetry.serve_metrics(config)
         announce_ready(role=config.role_name, node_id=config.node_id, address=node.address)
 
     async def stop() -> None:

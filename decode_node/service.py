@@ -33,7 +33,7 @@ from node_runtime.errors import (
 )
 from node_runtime.handoff.messages import HandoffTimings
 from node_runtime.log_context import bound_request_id
-from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names, status_of
+from node_runtime.rpc import PhaseRecorder, RpcContext, Span, SpanKind, Telemetry, span_names, status_of
 from node_runtime.wire.decode import DecodeJob, job_from_proto, tokens_to_proto
 from node_runtime.wire.outcome import (
     CachedTokens,
@@ -94,6 +94,7 @@ class DecodeService:
         self._engine = engine
         self._clock = clock
         self._telemetry = telemetry
+        self._phases = PhaseRecorder(telemetry, clock)
         self._remote = remote
         self._local = local
         self._live: dict[str, _Live] = {}
@@ -231,17 +232,14 @@ class DecodeService:
         if live.received is not None:
             span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, live.received.cached_tokens)
         queued_at_s = measured.arrived_at_s if live.handoff is None else live.handoff.ready_at_s
-        self._record_phase(span, span_names.SPAN_DECODE_QUEUE, queued_at_s, measured.admitted_at_s)
+        self._phases.record(span, span_names.SPAN_DECODE_QUEUE, queued_at_s, measured.admitted_at_s)
         if live.local_reason is not None:
             span.set(span_names.PDMESH_LOCAL_PREFILL, live.local_reason.value)
         if self._remote is None or live.local_reason is not None:
-            self._record_phase(span, span_names.SPAN_PREFILL_COMPUTE, measured.admitted_at_s, measured.first_token_at_s)
-        self._record_phase(span, span_names.SPAN_DECODE_GENERATE, measured.first_token_at_s, measured.last_token_at_s)
-
-    def _record_phase(self, span: Span, name: str, begin_s: float | None, end_s: float | None) -> None:
-        if begin_s is not None and end_s is not None:
-            clock = self._clock
-            self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context)
+            self._phases.record(
+                span, span_names.SPAN_PREFILL_COMPUTE, measured.admitted_at_s, measured.first_token_at_s
+            )
+        self._phases.record(span, span_names.SPAN_DECODE_GENERATE, measured.first_token_at_s, measured.last_token_at_s)
 
 
 def _blamed(error: NodeError, live: _Live, prefill_address: str) -> NodeError:

@@ -87,7 +87,14 @@ class NodeConfig(BaseModel):
     )
     otlp_endpoint: str | None = Field(
         default=None,
-        description="Where to send traces over OTLP/gRPC: host:port, or https://host:port for TLS. Default: nowhere.",
+        description="Where to send traces and metrics over OTLP/gRPC: host:port, or https://host:port for TLS. "
+        "Default: nowhere.",
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port on which /metrics answers a Prometheus, on the same host; 0 takes a free one. Default: none.",
     )
     log_level: LogLevel = Field(default="info", description="Least severe log records to print.")
     default_deadline_s: float = Field(

@@ -19,7 +19,7 @@ from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import NodeService, RpcServer, Telemetry, Transport
+from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.handoff import ChecksumTools, HandoffTools
 from prefill_node.peers import DecodePeers
@@ -110,6 +110,7 @@ class PrefillNode:
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.service)
         node_service = NodeService(reporter, self._server, on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
+        self._status_metrics = StatusMetrics(telemetry.metrics, node_service.current_status)
 
     @property
     def address(self) -> str:
@@ -122,6 +123,7 @@ class PrefillNode:
         self.engine.start()
         self._is_serving = True
         self._server.set_serving(True)
+        self._status_metrics.start()
         for line in self._core.describe():
             _log.info("%s", line)
 
@@ -129,6 +131,7 @@ class PrefillNode:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         self._is_serving = False
         await self._server.stop(self._config.drain_grace_s)
+        await self._status_metrics.close()
         await asyncio.to_thread(self.engine.stop)
         self._hashing.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
@@ -137,7 +140,9 @@ class PrefillNode:
 
 async def serve(config: PrefillNodeConfig) -> int:
     """Runs a prefill node until it is told to stop. Returns the exit status."""
-    telemetry = Telemetry.setup("pdmesh-prefill", config.node_id, config.otlp_endpoint)
+    telemetry = Telemetry.setup(
+        "pdmesh-prefill", config.node_id, config.otlp_endpoint, metrics_are_scraped=config.metrics_port is not None
+    )
     stop_request = StopRequest()
     nodes: list[PrefillNode] = []
 
@@ -153,6 +158,7 @@ async def serve(config: PrefillNodeConfig) -> int:
         )
         nodes.append(node)
         await node.start()
+        telemetry.serve_metrics(config)
         announce_ready(role="prefill", node_id=config.node_id, address=node.address)
 
     async def stop() -> None:

@@ -30,7 +30,7 @@ from node_runtime.handoff.events import StreamClosed
 from node_runtime.handoff.messages import Grant, Start
 from node_runtime.handoff.states import PrefillState
 from node_runtime.log_context import bound_request_id
-from node_runtime.rpc import RpcContext, Span, SpanKind, Telemetry, span_names
+from node_runtime.rpc import PhaseRecorder, RpcContext, Span, SpanKind, Telemetry, span_names
 from node_runtime.wire.handoff import request_from_proto, response_to_proto
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
@@ -71,6 +71,8 @@ class PrefillService:
         self._limits = limits
         self._tools = tools
         self._telemetry = telemetry
+        self._phases = PhaseRecorder(telemetry, tools.clock)
+        self._sent_bytes = telemetry.metrics.counter("pdmesh.transfer", "By", "cache written into decode nodes")
         # By the name of the request inside this node.
         self._live: dict[str, PromptHandoff] = {}
         self._used_ids = UsedHandoffIds()
@@ -219,7 +221,7 @@ class PrefillService:
         progress = handoff.progress
         span.set(span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE, progress.cached_tokens)
         for name, begin_s, end_s in _phases(progress):
-            self._record_phase(span, name, begin_s, end_s)
+            self._phases.record(span, name, begin_s, end_s)
         transfer = progress.transfer
         if transfer is not None and transfer.busy:
             attributes = {
@@ -229,13 +231,8 @@ class PrefillService:
                 span_names.PDMESH_TRANSFER_BUSY_MS: transfer.busy_s() * 1000.0,
             }
             begin_s, end_s = transfer.busy[0].begin_s, transfer.busy[-1].end_s
-            self._record_phase(span, span_names.SPAN_TRANSFER, begin_s, end_s, attributes)
-
-    def _record_phase(
-        self, span: Span, name: str, begin_s: float, end_s: float, attributes: dict[str, int | float] | None = None
-    ) -> None:
-        clock = self._tools.clock
-        self._telemetry.record_span(name, clock.unix_ns_at(begin_s), clock.unix_ns_at(end_s), span.context, attributes)
+            self._phases.record(span, span_names.SPAN_TRANSFER, begin_s, end_s, attributes)
+            self._sent_bytes.add(transfer.num_bytes, {})
 
 
 def _phases(progress: Progress) -> list[tuple[str, float, float]]:

@@ -14,7 +14,7 @@ from model_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.errors import BadConfig
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import ChannelPool, NodeService, RpcServer, Telemetry, Transport
+from node_runtime.rpc import ChannelPool, NodeService, RpcServer, StatusMetrics, Telemetry, Transport
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
@@ -22,6 +22,7 @@ from router_node.live_requests import LiveRequests
 from router_node.node_pool import ComputeRole, NodePool
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
+from router_node.request_metrics import RequestMetrics
 from router_node.request_preparation import PromptLimits, RequestPreparer
 from router_node.retry import RetryBudget, RetryPolicy
 from router_node.routed_request import RoutingParts
@@ -32,7 +33,9 @@ _log = logging.getLogger("pdmesh.router")
 
 async def serve(config: RouterConfig) -> int:
     """Runs a router until it is told to stop. Returns the exit status."""
-    telemetry = Telemetry.setup("pdmesh-router", config.node_id, config.otlp_endpoint)
+    telemetry = Telemetry.setup(
+        "pdmesh-router", config.node_id, config.otlp_endpoint, metrics_are_scraped=config.metrics_port is not None
+    )
     stop_request = StopRequest()
     routers: list[Router] = []
 
@@ -48,6 +51,7 @@ async def serve(config: RouterConfig) -> int:
         )
         routers.append(router)
         await router.start()
+        telemetry.serve_metrics(config)
         announce_ready(role="router", node_id=config.node_id, address=router.address)
 
     async def stop() -> None:
@@ -135,10 +139,13 @@ class Router:
             preparer=RequestPreparer(self._tokenizer, model_name=config.model_name(), limits=limits),
             live=live,
             routing=routing,
+            metrics=RequestMetrics(self._telemetry.metrics, self._clock, config.model_name()),
         )
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
-        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, NodeService(reporter, self._server, self._on_drain))
+        node_service = NodeService(reporter, self._server, self._on_drain)
+        self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
+        self._status_metrics = StatusMetrics(self._telemetry.metrics, node_service.current_status)
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
@@ -166,6 +173,7 @@ class Router:
         await self._discovery.ask_all()
         if not self._pool.is_ready:
             _log.warning("not serving yet: %s", self._pool.describe_lack())
+        self._status_metrics.start()
         for work in (self._discovery.run(), self._health_watch.run()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._end_of_background)
@@ -177,6 +185,7 @@ class Router:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._status_metrics.close()
         await self._channels.close()
 
     def _end_of_background(self, task: asyncio.Task[None]) -> None:

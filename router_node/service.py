@@ -19,6 +19,7 @@ from node_runtime.log_context import bound_request_id
 from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, span_names
 from router_node.live_requests import LiveRequests
+from router_node.request_metrics import RequestMetrics
 from router_node.request_preparation import PreparedRequest, RequestPreparer
 from router_node.routed_request import RoutedRequest, RoutingParts
 
@@ -38,6 +39,7 @@ class RouterParts:
     preparer: RequestPreparer
     live: LiveRequests
     routing: RoutingParts
+    metrics: RequestMetrics
 
 
 class InferenceService:
@@ -63,7 +65,10 @@ class InferenceService:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         parts = self._parts
         operation = _operation(request)
-        with parts.routing.telemetry.span(f"{operation} {parts.model_name}", kind=SpanKind.SERVER) as span:
+        with (
+            parts.routing.telemetry.span(f"{operation} {parts.model_name}", kind=SpanKind.SERVER) as span,
+            parts.metrics.measuring(operation) as measured,
+        ):
             check_request_id(request.request_id, allow_empty=True)
             request_id = request.request_id or uuid.uuid4().hex
             span.set_all(
@@ -82,6 +87,7 @@ class InferenceService:
                     async for response in responses:
                         if response.HasField("finish"):
                             _record_finish(span, response.finish)
+                        measured.take(response)
                         yield response
 
     async def _prepare(self, request: inference_pb2.GenerateRequest, request_id: str, span: Span) -> PreparedRequest:

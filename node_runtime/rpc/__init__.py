@@ -1,4 +1,4 @@
-"""RPC plumbing: the only package that imports grpc, and OpenTelemetry in its telemetry module."""
+"""RPC plumbing: the only package that imports grpc, and OpenTelemetry in its telemetry and metrics modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import STATUS_BY_ERROR, code_number, error_from_code, error_from_rpc, status_of
 from node_runtime.rpc.health import watch_health
+from node_runtime.rpc.metrics import Counter, Histogram, Metrics
 from node_runtime.rpc.node_service import NodeReporter, NodeService
+from node_runtime.rpc.phases import PhaseRecorder
 from node_runtime.rpc.server import RpcServer
+from node_runtime.rpc.status_metrics import StatusMetrics
 from node_runtime.rpc.telemetry import (
     Span,
     SpanKind,
@@ -31,14 +34,19 @@ __all__ = [
     "STATUS_BY_ERROR",
     "Channel",
     "ChannelPool",
+    "Counter",
     "DuplexCall",
+    "Histogram",
+    "Metrics",
     "NodeReporter",
     "NodeService",
+    "PhaseRecorder",
     "RpcContext",
     "RpcServer",
     "SocketTransport",
     "Span",
     "SpanKind",
+    "StatusMetrics",
     "Telemetry",
     "TraceContext",
     "Transport",

@@ -41,6 +41,10 @@ class NodeService:
         return self._reporter.info()
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: RpcContext) -> mesh_pb2.NodeStatus:
+        return await self.current_status()
+
+    async def current_status(self) -> mesh_pb2.NodeStatus:
+        """What the reporter says, and whether the node leaves."""
         status = await self._reporter.status()
         if self._server.is_draining:
             status.serving, status.draining = False, True

@@ -1,4 +1,4 @@
-"""Tracing: the only module that knows OpenTelemetry.
+"""Tracing: with `metrics`, the only modules that know OpenTelemetry.
 
 With no endpoint nothing is recorded and a span costs next to nothing, but a trace context that came in still goes out
 again. The W3C `traceparent` travels in gRPC metadata. Nothing here touches OpenTelemetry's process-wide provider.
@@ -7,12 +7,12 @@ again. The W3C `traceparent` travels in gRPC metadata. Nothing here touches Open
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import cast
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -22,9 +22,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from node_runtime.config import NodeConfig
 from node_runtime.errors import DeadlineExceeded
 from node_runtime.log_context import bound_trace_id
 from node_runtime.rpc.deadlines import remaining_s
+from node_runtime.rpc.metrics import Metrics
+from node_runtime.rpc.otlp import EXPORT_TIMEOUT_S, channel_options, endpoint_url, is_secure
 from node_runtime.rpc.span_names import ERROR_TYPE, PDMESH_CANCELLED, PDMESH_NODE_ID
 
 AttributeValue = str | bool | int | float | Sequence[str]
@@ -32,10 +35,10 @@ Attributes = Mapping[str, AttributeValue]
 
 # Short, so that somebody who watches a demo sees a trace at once.
 _EXPORT_INTERVAL_MS = 200
-_EXPORT_TIMEOUT_S = 2.0
 # The caller's deadline and ours are the same, but its clock is not: its cancellation may arrive before our timer fires.
 _DEADLINE_TOLERANCE_S = 0.05
 _PROPAGATED_KEYS = ("traceparent", "tracestate")
+_log = logging.getLogger("pdmesh.telemetry")
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -100,19 +103,36 @@ class Span:
 
 
 class Telemetry:
-    """The tracer of one node. Safe from every thread."""
+    """The tracer and the metrics of one node. Safe from every thread."""
 
-    def __init__(self, provider: TracerProvider | None) -> None:
-        """`provider` None: nothing is recorded. Use `setup` or `off`."""
+    def __init__(self, provider: TracerProvider | None, metrics: Metrics | None = None) -> None:
+        """`provider` None: no span is recorded; `metrics` None: they are off. Use `setup` or `off`."""
+        self.metrics = metrics or Metrics.off()
         self._provider = provider
         source: trace.TracerProvider = provider or trace.NoOpTracerProvider()
         self._tracer = source.get_tracer("pdmesh")
 
     @classmethod
-    def setup(cls, service_name: str, node_id: str, otlp_endpoint: str | None) -> Telemetry:
-        """Records and exports to `otlp_endpoint` (host:port, http:// or https://); None: records nothing."""
+    def for_node(cls, config: NodeConfig) -> Telemetry:
+        """As the configuration of a node asks for."""
+        return cls.setup(
+            f"pdmesh-{config.role_name}",
+            config.node_id,
+            config.otlp_endpoint,
+            metrics_are_scraped=config.metrics_port is not None,
+        )
+
+    @classmethod
+    def setup(
+        cls, service_name: str, node_id: str, otlp_endpoint: str | None, *, metrics_are_scraped: bool = False
+    ) -> Telemetry:
+        """Sends spans and metrics to `otlp_endpoint` (host:port, http:// or https://); None: records no spans.
+
+        `metrics_are_scraped`: `metrics.serve` will be called.
+        """
+        metrics = Metrics.setup(service_name, node_id, otlp_endpoint=otlp_endpoint, is_scraped=metrics_are_scraped)
         if not otlp_endpoint:
-            return cls.off()
+            return cls(None, metrics)
         resource = Resource.create(
             {"service.name": service_name, "service.instance.id": node_id, PDMESH_NODE_ID: node_id}
         )
@@ -120,7 +140,12 @@ class Telemetry:
         provider.add_span_processor(
             BatchSpanProcessor(_exporter(otlp_endpoint), schedule_delay_millis=_EXPORT_INTERVAL_MS)
         )
-        return cls(provider)
+        return cls(provider, metrics)
+
+    def serve_metrics(self, config: NodeConfig) -> None:
+        """Answers scrapes from now on, if the node is to. Raises PortInUse or BadConfig."""
+        if config.metrics_port is not None:
+            _log.info("metrics are at http://%s/metrics", self.metrics.serve(config.host, config.metrics_port))
 
     @classmethod
     def off(cls) -> Telemetry:
@@ -189,12 +214,16 @@ class Telemetry:
         span = self._tracer.start_span(name, context=parent_context._value, start_time=start_ns, attributes=attributes)
         span.end(max(start_ns, end_ns))
 
-    def flush(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
+    def flush(self, timeout_s: float = EXPORT_TIMEOUT_S) -> bool:
         """Exports what was recorded. False when that did not work within `timeout_s`. Blocks."""
         return self._provider is None or self._provider.force_flush(round(timeout_s * 1000))
 
-    def shutdown(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> None:
-        """Exports what was recorded and stops, within `timeout_s` even if the collector is gone. Blocks. Idempotent."""
+    def shutdown(self, timeout_s: float = EXPORT_TIMEOUT_S) -> None:
+        """Exports what was recorded and stops, within twice `timeout_s` even if the collector is gone. Blocks.
+
+        Idempotent.
+        """
+        self.metrics.shutdown(timeout_s)
         if self._provider is None:
             return
         # The exporter's own shutdown may wait for a collector that does not answer.
@@ -204,15 +233,11 @@ class Telemetry:
 
 
 def _exporter(endpoint: str) -> OTLPSpanExporter:
-    secure = endpoint.startswith("https://")
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    options = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000))
     return OTLPSpanExporter(
-        endpoint=url,
-        insecure=not secure,
-        timeout=_EXPORT_TIMEOUT_S,
-        # Declared as a single pair of strings, handed to gRPC as it is.
-        channel_options=cast("tuple[tuple[str, str]]", options),
+        endpoint=endpoint_url(endpoint),
+        insecure=not is_secure(endpoint),
+        timeout=EXPORT_TIMEOUT_S,
+        channel_options=channel_options(),
     )
 
 

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2
+from support.prometheus import scrape
 from unit.router_node.fakes import (
     EOS,
     FakeNode,
@@ -24,7 +25,7 @@ from unit.router_node.fakes import (
     tokens_event,
 )
 
-from node_runtime.rpc import Telemetry
+from node_runtime.rpc import Metrics, Telemetry
 
 DECODE, PREFILL, FUSED = mesh_pb2.NODE_ROLE_DECODE, mesh_pb2.NODE_ROLE_PREFILL, mesh_pb2.NODE_ROLE_FUSED
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
@@ -331,6 +332,26 @@ async def test_a_request_is_one_trace_that_the_placement_names_and_the_decode_no
     assert attributes["gen_ai.usage.output_tokens"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["pdmesh.cached_tokens.prefill_device"] == 1
+
+
+async def test_every_request_is_measured_by_its_outcome(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    metrics = Metrics.setup("pdmesh-router", "router-1", otlp_endpoint=None, is_scraped=True)
+    address = metrics.serve("127.0.0.1", 0)
+    router = await start_router(prefill, decode, telemetry=Telemetry(None, metrics), served_model_name="tiny")
+    await router.generate(text="hi", max_tokens=5)
+    await router.refusal(text="hi", max_tokens=5, model="another")
+    samples = await asyncio.to_thread(scrape, address)
+    metrics.shutdown()
+    labels = 'gen_ai_operation_name="text_completion",gen_ai_provider_name="pdmesh",gen_ai_request_model="tiny"'
+    assert samples[f"gen_ai_server_time_to_first_token_seconds_count{{{labels}}}"] == 1
+    assert samples[f"gen_ai_server_time_per_output_token_seconds_count{{{labels}}}"] == 1
+    assert samples[f"gen_ai_server_request_duration_seconds_count{{{labels}}}"] == 1
+    failed = f'error_type="UnknownModel",{labels}'
+    assert samples[f"gen_ai_server_request_duration_seconds_count{{{failed}}}"] == 1
+    assert samples['pdmesh_tokens_total{gen_ai_token_type="output"}'] == 2
+    assert samples['pdmesh_cached_tokens_total{source="prefill_device"}'] == 1
 
 
 async def test_a_refused_request_is_a_trace_with_an_error(start_router: StartRouter, decode: FakeNode) -> None:

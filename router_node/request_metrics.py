@@ -1,0 +1,115 @@
+"""What is measured of every request at the router: time to its first token, between tokens and in all, and its tokens.
+
+Names and bounds are those of the OpenTelemetry semantic conventions for generative AI; `pdmesh.*` where they have none.
+Source: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from pdmesh.v1 import inference_pb2
+
+from node_runtime.clock import Clock
+from node_runtime.rpc import Metrics, span_names
+
+_DURATION_BOUNDS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN_BOUNDS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKEN_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_CANCELLED: Final = "cancelled"
+
+
+class RequestMetrics:
+    """The instruments of one router."""
+
+    def __init__(self, metrics: Metrics, clock: Clock, model_name: str) -> None:
+        self.clock = clock
+        self.model_name = model_name
+        self.duration = metrics.histogram(
+            "gen_ai.server.request.duration", "s", "from the request to its end", _DURATION_BOUNDS_S
+        )
+        self.time_to_first_token = metrics.histogram(
+            "gen_ai.server.time_to_first_token", "s", "from the request to its first token", _FIRST_TOKEN_BOUNDS_S
+        )
+        self.time_per_output_token = metrics.histogram(
+            "gen_ai.server.time_per_output_token", "s", "between tokens after the first one", _TOKEN_BOUNDS_S
+        )
+        self.tokens = metrics.counter("pdmesh.tokens", "{token}", "tokens of finished requests by direction")
+        self.cached_tokens = metrics.counter(
+            "pdmesh.cached_tokens", "{token}", "prompt tokens that were not computed, by where they came from"
+        )
+
+    @contextmanager
+    def measuring(self, operation: str) -> Iterator[RequestMeasurement]:
+        """Measures the request inside the block; an exception that leaves it becomes its `error.type`."""
+        measurement = RequestMeasurement(self, operation)
+        try:
+            yield measurement
+        except (asyncio.CancelledError, GeneratorExit):
+            measurement.end(_CANCELLED)
+            raise
+        except BaseException as error:
+            measurement.end(type(error).__name__)
+            raise
+        measurement.end("")
+
+
+class RequestMeasurement:
+    """One request."""
+
+    def __init__(self, instruments: RequestMetrics, operation: str) -> None:
+        self._instruments = instruments
+        self._labels = {
+            span_names.GEN_AI_OPERATION_NAME: operation,
+            span_names.GEN_AI_PROVIDER_NAME: span_names.PROVIDER_PDMESH,
+            span_names.GEN_AI_REQUEST_MODEL: instruments.model_name,
+        }
+        self._began_at_s = instruments.clock.now_s()
+        self._first_token_at_s: float | None = None
+        self._last_token_at_s = 0.0
+        self._num_tokens = 0
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        """Something the client is sent."""
+        match response.WhichOneof("event"):
+            case "delta":
+                self._take_tokens(len(response.delta.tokens))
+            case "finish":
+                self._take_usage(response.finish.usage)
+
+    def end(self, error_type: str) -> None:
+        """The request is over; `error_type` is empty when it succeeded."""
+        labels = {**self._labels, span_names.ERROR_TYPE: error_type} if error_type else self._labels
+        instruments = self._instruments
+        instruments.duration.record(instruments.clock.now_s() - self._began_at_s, labels)
+        if self._first_token_at_s is not None and self._num_tokens > 1:
+            decoding_s = self._last_token_at_s - self._first_token_at_s
+            instruments.time_per_output_token.record(decoding_s / (self._num_tokens - 1), labels)
+
+    def _take_tokens(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        instruments = self._instruments
+        self._last_token_at_s = instruments.clock.now_s()
+        self._num_tokens += num_tokens
+        if self._first_token_at_s is None:
+            self._first_token_at_s = self._last_token_at_s
+            instruments.time_to_first_token.record(self._last_token_at_s - self._began_at_s, self._labels)
+
+    def _take_usage(self, usage: inference_pb2.Usage) -> None:
+        instruments = self._instruments
+        for direction, num_tokens in (("input", usage.prompt_tokens), ("output", usage.completion_tokens)):
+            instruments.tokens.add(num_tokens, {"gen_ai.token.type": direction})
+        cached = usage.cached
+        for source, num_tokens in (
+            ("prefill_device", cached.prefill_device),
+            ("decode_device", cached.decode_device),
+            ("host", cached.host),
+            ("storage", cached.storage),
+        ):
+            instruments.cached_tokens.add(num_tokens, {"source": source})
