@@ -24,7 +24,7 @@ from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport
+from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport, transport_for
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from scheduler_core import Role
 
@@ -72,6 +72,7 @@ class DecodeNode:
         self._telemetry = telemetry
         self._clock = clock or SystemClock()
         self._incarnation = secrets.randbits(64) or 1
+        transport = transport or transport_for(config)
         self._server = RpcServer(config, transport=transport)
         self.engine = engine_class(
             core.scheduler,

@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -96,6 +96,26 @@ class NodeConfig(BaseModel):
         le=65535,
         description="Port on which /metrics answers a Prometheus, on the same host; 0 takes a free one. Default: none.",
     )
+    tls_cert: str = Field(
+        default="",
+        description="PEM file with this node's certificate chain: encrypts every call. Its DNS names are the mesh's "
+        "domain and ROLE.domain; read again when it is replaced.",
+    )
+    tls_key: str = Field(default="", description="PEM file with the key of that certificate.")
+    tls_ca: str = Field(default="", description="PEM file with the authority that signs the certificates of the mesh.")
+    tls_domain: str = Field(
+        default="pdmesh.internal",
+        pattern=r"^[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*$",
+        max_length=200,
+        description="Domain of the mesh in certificates.",
+    )
+    health_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port on which grpc.health.v1 alone answers, unencrypted and to everybody, for probes that cannot "
+        "show a certificate; 0 takes a free one. Default: none.",
+    )
     log_level: LogLevel = Field(default="info", description="Least severe log records to print.")
     default_deadline_s: float = Field(
         default=600.0, gt=0, le=86400, description="Deadline of a request whose client set none. Seconds."
@@ -109,6 +129,18 @@ class NodeConfig(BaseModel):
     max_waiting_requests: int = Field(
         default=256, ge=1, description="Requests that may wait for a place; more are refused with RESOURCE_EXHAUSTED."
     )
+
+    @property
+    def demands_client_certificates(self) -> bool:
+        """Whether who calls must show a certificate, where there is TLS at all."""
+        return True
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and not all(files):
+            raise ValueError("tls_cert, tls_key and tls_ca go together")
+        return self
 
     @model_validator(mode="before")
     @classmethod

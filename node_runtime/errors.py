@@ -25,6 +25,14 @@ class InvalidRequest(NodeError):
     """A field of a request breaks a documented rule; the message names field and limit."""
 
 
+class Unauthenticated(NodeError):
+    """The caller did not show who it is, or what it showed is not known here."""
+
+
+class PermissionDenied(NodeError):
+    """The caller is known and may not do this; the message says who may."""
+
+
 class UnknownModel(NodeError):
     """The model asked for is not served here."""
 

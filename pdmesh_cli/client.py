@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from pdmesh.v1 import inference_pb2, inference_pb2_grpc
 
 from node_runtime.errors import NodeError, PeerUnavailable
-from node_runtime.rpc.channel import Channel, connect
+from node_runtime.rpc.channel import Channel
 from node_runtime.rpc.errors import CANNOT_CONNECT, status_of
 from pdmesh_cli.client_types import (
     Completion,
@@ -34,10 +34,10 @@ from pdmesh_cli.client_types import (
     event_of,
     request_message,
 )
+from pdmesh_cli.identity import ANONYMOUS, Identity
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_MAX_RETRIES = 3
-MAX_MESSAGE_BYTES = 16 * 2**20
 _CONNECTION_LOST = ("Stream removed", "Socket closed", "Connection reset", "recvmsg", "keepalive", "ping timeout")
 _RETRY_SPREAD = 1.5
 _DEFAULT_OPTIONS = GenerateOptions()
@@ -72,14 +72,15 @@ def _unavailable(error: PeerUnavailable) -> str:
 class AsyncPdmeshClient:
     """A client for one event loop, the one that is running when it is made."""
 
-    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
+    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES, identity: Identity = ANONYMOUS) -> None:
         """`router` is host:port; nothing is dialled yet. Raises PdmeshError for a malformed address.
 
-        A request that a busy mesh refuses is sent again after the time that it names, `max_retries` times at most.
+        `identity` is the token and the certificate to show, and the authority to trust. A request that a busy
+        mesh refuses is sent again after the time that it names, `max_retries` times at most.
         """
         self._max_retries = max_retries
         with client_errors():
-            self._channel: Channel = connect(router, max_message_bytes=MAX_MESSAGE_BYTES)
+            self._channel: Channel = identity.connect(router)
         self._stub = self._channel.stub(inference_pb2_grpc.InferenceStub)
 
     async def __aenter__(self) -> Self:
@@ -243,13 +244,13 @@ class PdmeshClient:
     Its calls run on an event loop in a thread of its own.
     """
 
-    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
+    def __init__(self, router: str, *, max_retries: int = DEFAULT_MAX_RETRIES, identity: Identity = ANONYMOUS) -> None:
         """Like `AsyncPdmeshClient`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pdmesh-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_connected(router, max_retries))
+            self._client = self._wait(_connected(router, max_retries, identity))
         except BaseException:
             self._stop_loop()
             raise
@@ -299,5 +300,5 @@ class PdmeshClient:
         self._loop.close()
 
 
-async def _connected(router: str, max_retries: int) -> AsyncPdmeshClient:
-    return AsyncPdmeshClient(router, max_retries=max_retries)
+async def _connected(router: str, max_retries: int, identity: Identity) -> AsyncPdmeshClient:
+    return AsyncPdmeshClient(router, max_retries=max_retries, identity=identity)

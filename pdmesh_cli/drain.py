@@ -7,9 +7,9 @@ import time
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
-from node_runtime.rpc.channel import connect
-from pdmesh_cli.client import MAX_MESSAGE_BYTES, client_errors
+from pdmesh_cli.client import client_errors
 from pdmesh_cli.client_types import PdmeshError
+from pdmesh_cli.identity import ANONYMOUS, Identity
 from pdmesh_cli.status import ask_node
 
 _POLL_S = 0.1
@@ -17,10 +17,10 @@ _POLL_S = 0.1
 _DEPARTURE_S = 30.0
 
 
-async def drain_node(address: str, *, timeout_s: float) -> mesh_pb2.DrainResponse:
+async def drain_node(address: str, *, timeout_s: float, identity: Identity = ANONYMOUS) -> mesh_pb2.DrainResponse:
     """Returns when the node at `address` refuses new work. Raises PdmeshError."""
     with client_errors():
-        channel = connect(address, max_message_bytes=MAX_MESSAGE_BYTES)
+        channel = identity.connect(address)
         try:
             stub = channel.stub(mesh_pb2_grpc.NodeStub)
             return await channel.unary(stub.Drain, mesh_pb2.DrainRequest(), timeout_s=timeout_s)
@@ -28,14 +28,16 @@ async def drain_node(address: str, *, timeout_s: float) -> mesh_pb2.DrainRespons
             await channel.close()
 
 
-async def wait_until_left(address: str, node_id: str, *, grace_s: float, timeout_s: float) -> None:
+async def wait_until_left(
+    address: str, node_id: str, *, grace_s: float, timeout_s: float, identity: Identity = ANONYMOUS
+) -> None:
     """Returns when nobody of that name drains at `address` any more: the node is gone, or its successor answers.
 
     Raises PdmeshError when it is still there after its grace period. `timeout_s` bounds one question.
     """
     deadline_s = time.monotonic() + grace_s + _DEPARTURE_S
     while True:
-        report = await ask_node(address, timeout_s=timeout_s)
+        report = await ask_node(address, timeout_s=timeout_s, identity=identity)
         if report.info is None or report.status is None or report.info.node_id != node_id or not report.status.draining:
             return
         if time.monotonic() >= deadline_s:

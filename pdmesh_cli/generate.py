@@ -20,6 +20,7 @@ from pdmesh_cli.client_types import (
     Prompt,
     Token,
 )
+from pdmesh_cli.identity import Identity
 from pdmesh_cli.report import request_report
 
 
@@ -70,12 +71,13 @@ async def run_generate(
     options: GenerateOptions,
     *,
     timeout_s: float,
+    identity: Identity,
     as_json: bool,
     out: Console,
     err: Console,
 ) -> None:
     """Carries out the command. Raises PdmeshError."""
-    async with AsyncPdmeshClient(router) as client:
+    async with AsyncPdmeshClient(router, identity=identity) as client:
         if as_json:
             completion = await client.complete(prompt, options, timeout_s=timeout_s)
             out.file.write(completion_json(completion) + "\n")

@@ -26,6 +26,7 @@ from node_runtime.lifecycle import run_node, setup_logging
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import GenerateOptions, PdmeshError
 from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
+from pdmesh_cli.identity import TOKEN_VARIABLE, identity_of
 from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.sim import simulate_mesh
@@ -313,6 +314,40 @@ def _plan_parameters(
 _add_plan()
 
 
+_TRUST = "Secured meshes"
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="<file>",
+        rich_help_panel=_TRUST,
+        help=f"File with the token to show. Default: the variable {TOKEN_VARIABLE}.",
+    ),
+]
+_TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PDMESH_TLS_CA", metavar="<file>", rich_help_panel=_TRUST, help="Encrypt, and trust this authority."
+    ),
+]
+_TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="PDMESH_TLS_CERT", metavar="<file>", rich_help_panel=_TRUST, help="Certificate chain to show."),
+]
+_TlsKey = Annotated[
+    Path | None,
+    typer.Option(envvar="PDMESH_TLS_KEY", metavar="<file>", rich_help_panel=_TRUST, help="Key of that certificate."),
+]
+_TlsServerName = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PDMESH_TLS_SERVER_NAME",
+        metavar="<name>",
+        rich_help_panel=_TRUST,
+        help="Name that the server's certificate must have. Default: the host that is dialled.",
+    ),
+]
+
+
 @app.command("generate", rich_help_panel=_CLIENTS)
 def _generate(
     prompt: Annotated[str, typer.Argument(help='The prompt, or "-" to read it from standard input.')],
@@ -338,6 +373,11 @@ def _generate(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="Deadline of the answer. Seconds.")
     ] = 600,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    tls_server_name: _TlsServerName = None,
 ) -> None:
     """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
     from pdmesh_cli.generate import prompt_of, run_generate
@@ -355,16 +395,20 @@ def _generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     out, err = Console(), Console(stderr=True, highlight=False)
-    work = run_generate(
-        router,
-        prompt_of(text, chat=chat or system is not None, system=system),
-        options,
-        timeout_s=timeout_s,
-        as_json=as_json,
-        out=out,
-        err=err,
-    )
     with _reported_failures():
+        identity = identity_of(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
+        )
+        work = run_generate(
+            router,
+            prompt_of(text, chat=chat or system is not None, system=system),
+            options,
+            timeout_s=timeout_s,
+            identity=identity,
+            as_json=as_json,
+            out=out,
+            err=err,
+        )
         asyncio.run(work)
 
 
@@ -380,12 +424,20 @@ def _status(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for each node. Seconds.")
     ] = 5,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    tls_server_name: _TlsServerName = None,
 ) -> None:
     """Show role, state, load and cache of the nodes, once."""
     from pdmesh_cli.status import ask_mesh, status_table
 
     with _reported_failures():
-        reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s))
+        identity = identity_of(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
+        )
+        reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s, identity=identity))
     table = status_table(reports)
     console = _document_console()
     # A table that is cut off says less than one whose lines the terminal breaks.
@@ -406,15 +458,25 @@ def _drain(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for an answer. Seconds.")
     ] = 5,
+    token_file: _TokenFile = None,
+    tls_ca: _TlsCa = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    tls_server_name: _TlsServerName = None,
 ) -> None:
     """Tell a node to take no new work, finish what it has and leave, as SIGTERM does."""
     from pdmesh_cli.drain import drain_line, drain_node, wait_until_left
 
     with _reported_failures():
-        answer = asyncio.run(drain_node(address, timeout_s=timeout_s))
+        identity = identity_of(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
+        )
+        answer = asyncio.run(drain_node(address, timeout_s=timeout_s, identity=identity))
         typer.echo(drain_line(address, answer))
         if wait:
-            left = wait_until_left(address, answer.node_id, grace_s=answer.grace_s, timeout_s=timeout_s)
+            left = wait_until_left(
+                address, answer.node_id, grace_s=answer.grace_s, timeout_s=timeout_s, identity=identity
+            )
             asyncio.run(left)
             typer.echo(f"{answer.node_id} has left")
 

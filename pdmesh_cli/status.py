@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 from rich.table import Table
 
-from node_runtime.rpc.channel import connect
-from pdmesh_cli.client import MAX_MESSAGE_BYTES, client_errors
+from pdmesh_cli.client import client_errors
 from pdmesh_cli.client_types import PdmeshError
+from pdmesh_cli.identity import ANONYMOUS, Identity
 
 _ANSWER_TIMEOUT_S = 3.0
 _SERVING_POLL_S = 0.05
@@ -29,11 +29,11 @@ class NodeReport:
     """As the user reads it."""
 
 
-async def ask_node(address: str, *, timeout_s: float) -> NodeReport:
+async def ask_node(address: str, *, timeout_s: float, identity: Identity = ANONYMOUS) -> NodeReport:
     """Asks one node; a failure becomes part of the report."""
     try:
         with client_errors():
-            channel = connect(address, max_message_bytes=MAX_MESSAGE_BYTES)
+            channel = identity.connect(address)
             try:
                 stub = channel.stub(mesh_pb2_grpc.NodeStub)
                 info = await channel.unary(stub.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=timeout_s)
@@ -45,12 +45,15 @@ async def ask_node(address: str, *, timeout_s: float) -> NodeReport:
     return NodeReport(address=address, info=info, status=status)
 
 
-async def ask_mesh(addresses: Sequence[str], *, timeout_s: float) -> tuple[NodeReport, ...]:
+async def ask_mesh(
+    addresses: Sequence[str], *, timeout_s: float, identity: Identity = ANONYMOUS
+) -> tuple[NodeReport, ...]:
     """Asks the named nodes, then the nodes of every router among them, each address once."""
     reports: dict[str, NodeReport] = {}
     wanted = list(dict.fromkeys(addresses))
     while wanted:
-        for report in await asyncio.gather(*(ask_node(address, timeout_s=timeout_s) for address in wanted)):
+        asking = [ask_node(address, timeout_s=timeout_s, identity=identity) for address in wanted]
+        for report in await asyncio.gather(*asking):
             reports[report.address] = report
         known = [address for report in reports.values() for address in _nodes_of_router(report)]
         wanted = [address for address in dict.fromkeys(known) if address not in reports]

@@ -54,6 +54,15 @@ class RouterConfig(NodeConfig):
         default=256, ge=0, description="Retries at once beyond --retry-ratio, as the death of a node makes them."
     )
 
+    client_certificates: bool = Field(
+        default=False, description="With TLS: demand a certificate of the mesh's authority from clients too."
+    )
+    tenants: str = Field(
+        default="",
+        description="YAML file with those who may call and the SHA-256 of their tokens; read again when it is "
+        "replaced. Default: everybody may call.",
+    )
+
     @field_validator("prefill", "decode", "fused")
     @classmethod
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -73,6 +82,10 @@ class RouterConfig(NodeConfig):
         if repeated:
             raise ValueError(f"prefill, decode, fused: {', '.join(repeated)} appears more than once")
         return self
+
+    @property
+    def demands_client_certificates(self) -> bool:
+        return self.client_certificates
 
     def model_name(self) -> str:
         """The name under which the model is served."""

@@ -109,8 +109,12 @@ class RequestPreparer:
         request_id: str,
         token_ids: list[int],
         limits: TokenLimits | None,
+        *,
+        tenant: str = "",
     ) -> PreparedRequest:
         """The decode node's request. `limits` are those of the nodes, None when no node is known.
+
+        Requests of one `tenant` share no cache with those of another.
 
         Raises InvalidRequest when prompt and completion exceed the context, and leaves the arena to placement.
         """
@@ -129,7 +133,7 @@ class RequestPreparer:
             max_tokens=max_tokens,
             stop_token_ids=self._stop_token_ids(request),
             num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
-            extra_keys=[request.cache_salt] if request.cache_salt else [],
+            extra_keys=[key for key in (tenant.encode(), request.cache_salt) if key],
         )
         if not message.sampling.HasField("seed"):
             message.sampling.seed = self._draw_seed()

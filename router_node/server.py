@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
 
@@ -14,7 +15,16 @@ from model_runtime.text.tokenizer import Tokenizer, load_tokenizer
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.errors import BadConfig
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
-from node_runtime.rpc import ChannelPool, NodeService, RpcServer, StatusMetrics, Telemetry, Transport
+from node_runtime.rpc import (
+    ChannelPool,
+    MeshAccess,
+    NodeService,
+    RpcServer,
+    StatusMetrics,
+    Telemetry,
+    Transport,
+    transport_for,
+)
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
@@ -27,6 +37,7 @@ from router_node.request_preparation import PromptLimits, RequestPreparer
 from router_node.retry import RetryBudget, RetryPolicy
 from router_node.routed_request import RoutingParts
 from router_node.service import InferenceService, RouterParts
+from router_node.tenants import RouterAccess, Tenants
 
 _log = logging.getLogger("pdmesh.router")
 
@@ -97,6 +108,7 @@ class Router:
         self._on_drain = on_drain
         self._tokenizer = tokenizer
         self._telemetry = telemetry
+        transport = transport or transport_for(config)
         self._channels = ChannelPool(max_message_bytes=config.max_message_bytes, transport=transport)
         self._pool = NodePool(
             {
@@ -113,7 +125,9 @@ class Router:
             idle_poll_interval_s=config.idle_poll_interval_s,
             on_change=self._update_health,
         )
-        self._server = RpcServer(config, self._telemetry, transport=transport)
+        self._tenants = Tenants(Path(config.tenants), self._clock) if config.tenants else None
+        access = RouterAccess(self._tenants, MeshAccess(config.tls_domain) if config.tls_cert else None)
+        self._server = RpcServer(config, self._telemetry, transport=transport, access=access)
         self._health_watch = HealthWatch(
             self._pool.addresses,
             self._channels,
@@ -140,6 +154,7 @@ class Router:
             live=live,
             routing=routing,
             metrics=RequestMetrics(self._telemetry.metrics, self._clock, config.model_name()),
+            tenants=self._tenants,
         )
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))

@@ -8,8 +8,8 @@ which cancels the call to the decode node.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from router_node.live_requests import LiveRequests
 from router_node.request_metrics import RequestMetrics
 from router_node.request_preparation import PreparedRequest, RequestPreparer
 from router_node.routed_request import RoutedRequest, RoutingParts
+from router_node.tenants import Tenants
 
 _FINISH_REASON_NAMES: Mapping[int, str] = MappingProxyType(
     {
@@ -40,6 +41,7 @@ class RouterParts:
     live: LiveRequests
     routing: RoutingParts
     metrics: RequestMetrics
+    tenants: Tenants | None = None
 
 
 class InferenceService:
@@ -79,8 +81,9 @@ class InferenceService:
                     span_names.PDMESH_REQUEST_ID: request_id,
                 }
             )
-            with parts.live.holding(request_id), bound_request_id(request_id):
-                prepared = await self._prepare(request, request_id, span)
+            tenant = context.caller().tenant
+            with parts.live.holding(request_id), self._using(tenant, span), bound_request_id(request_id):
+                prepared = await self._prepare(request, request_id, span, tenant)
                 deadline_s = parts.routing.clock.now_s() + context.time_remaining_s()
                 routed = RoutedRequest(parts.routing, prepared, span, deadline_s=deadline_s)
                 async with aclosing(routed.responses()) as responses:
@@ -90,12 +93,24 @@ class InferenceService:
                         measured.take(response)
                         yield response
 
-    async def _prepare(self, request: inference_pb2.GenerateRequest, request_id: str, span: Span) -> PreparedRequest:
+    @contextmanager
+    def _using(self, tenant: str, span: Span) -> Iterator[None]:
+        """One request of `tenant` runs inside the block. Raises QueueFull."""
+        if self._parts.tenants is None:
+            yield
+            return
+        span.set(span_names.PDMESH_TENANT, tenant)
+        with self._parts.tenants.using(tenant):
+            yield
+
+    async def _prepare(
+        self, request: inference_pb2.GenerateRequest, request_id: str, span: Span, tenant: str
+    ) -> PreparedRequest:
         preparer = self._parts.preparer
         preparer.check(request)
         with self._parts.routing.telemetry.span(span_names.SPAN_TOKENIZE):
             token_ids = await preparer.tokenize(request)
-        prepared = preparer.prepare(request, request_id, token_ids, self._parts.routing.pool.limits())
+        prepared = preparer.prepare(request, request_id, token_ids, self._parts.routing.pool.limits(), tenant=tenant)
         sampling = prepared.message.sampling
         span.set_all(
             {

@@ -8,6 +8,7 @@ import os
 # reaches us as statuses and exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from node_runtime.rpc.access import ANYBODY, Caller, Credentials, MeshAccess, only_reads
 from node_runtime.rpc.address import format_address, parse_address
 from node_runtime.rpc.channel import Channel, ChannelPool, DuplexCall, connect
 from node_runtime.rpc.context import RpcContext
@@ -28,15 +29,20 @@ from node_runtime.rpc.telemetry import (
     current_trace_id,
     rpc_metadata,
 )
+from node_runtime.rpc.tls import TlsFiles, TlsTransport, transport_for
 from node_runtime.rpc.transport import SocketTransport, Transport
 
 __all__ = [
+    "ANYBODY",
     "STATUS_BY_ERROR",
+    "Caller",
     "Channel",
     "ChannelPool",
     "Counter",
+    "Credentials",
     "DuplexCall",
     "Histogram",
+    "MeshAccess",
     "Metrics",
     "NodeReporter",
     "NodeService",
@@ -48,6 +54,8 @@ __all__ = [
     "SpanKind",
     "StatusMetrics",
     "Telemetry",
+    "TlsFiles",
+    "TlsTransport",
     "TraceContext",
     "Transport",
     "code_number",
@@ -58,9 +66,11 @@ __all__ = [
     "error_from_code",
     "error_from_rpc",
     "format_address",
+    "only_reads",
     "parse_address",
     "remaining_s",
     "rpc_metadata",
     "status_of",
+    "transport_for",
     "watch_health",
 ]

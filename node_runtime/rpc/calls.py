@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Generic, NoReturn, TypeVar, cast
 
@@ -26,6 +26,7 @@ from node_runtime.errors import (
     RequestCancelled,
 )
 from node_runtime.log_context import call_scope
+from node_runtime.rpc.access import AccessPolicy, Caller
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import detail_of, status_of, trailers_of
 from node_runtime.rpc.status_details import make_details
@@ -46,10 +47,11 @@ _log = logging.getLogger("pdmesh.rpc")
 class ServerCall:
     """The RpcContext of one call."""
 
-    __slots__ = ("_peer",)
+    __slots__ = ("_caller", "_peer")
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, caller: Caller) -> None:
         self._peer = peer
+        self._caller = caller
 
     def time_remaining_s(self) -> float:
         return remaining_s() or 0.0
@@ -57,14 +59,42 @@ class ServerCall:
     def peer(self) -> str:
         return self._peer
 
+    def caller(self) -> Caller:
+        return self._caller
+
+
+class _ShownCredentials:
+    """What the caller of one call shows."""
+
+    __slots__ = ("_metadata", "_transport")
+
+    def __init__(
+        self,
+        transport: grpc.aio.ServicerContext[bytes, ResponseT],
+        metadata: Iterable[tuple[str, str | bytes]],
+    ) -> None:
+        self._transport = transport
+        self._metadata = metadata
+
+    @property
+    def authorization(self) -> str:
+        value = dict(self._metadata).get("authorization", "")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def certificate_names(self) -> frozenset[str]:
+        shown = self._transport.auth_context()
+        return frozenset(name.decode("ascii", "replace") for name in shown.get("peer_dns", ()))
+
 
 class CallGuard(grpc.aio.ServerInterceptor):
     """Guards every handler of a server and knows which calls are running."""
 
-    def __init__(self, *, node_id: str, default_deadline_s: float, telemetry: Telemetry) -> None:
+    def __init__(self, *, node_id: str, default_deadline_s: float, telemetry: Telemetry, access: AccessPolicy) -> None:
         self._node_id = node_id
         self._default_deadline_s = default_deadline_s
         self._telemetry = telemetry
+        self._access = access
         self._running: dict[asyncio.Task[object], str] = {}
         self._evicted: set[asyncio.Task[object]] = set()
         self._is_draining = False
@@ -128,7 +158,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             self._running[task] = details.method
         try:
             with call_scope(), self._telemetry.continued(details.invocation_metadata):
-                return await self._run_bounded(body, transport, details.method)
+                return await self._run_bounded(body, transport, details)
         finally:
             self._running.pop(task, None)
             self._evicted.discard(task)
@@ -137,17 +167,19 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self,
         body: Callable[[ServerCall], Awaitable[ResultT]],
         transport: grpc.aio.ServicerContext[bytes, ResponseT],
-        method: str,
+        details: grpc.HandlerCallDetails,
     ) -> ResultT:
+        method = details.method
         asked_s = cast("float | None", transport.time_remaining())
         limit_s = self._default_deadline_s if asked_s is None else asked_s
         timeout = asyncio.timeout(limit_s)
         try:
+            caller = self._access.admit(method, _ShownCredentials(transport, details.invocation_metadata))
             if self._is_draining and not method.startswith(_ABOUT_THE_NODE):
                 raise NodeDraining(self._node_id, f"node {self._node_id} is draining")
             with deadline_within(limit_s):
                 async with timeout:
-                    return await body(ServerCall(transport.peer()))
+                    return await body(ServerCall(transport.peer(), caller))
         except asyncio.CancelledError:
             await self._end_cancelled(transport, method)
         except NodeError as error:

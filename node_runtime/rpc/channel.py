@@ -7,8 +7,8 @@ once when the peer is down, and raises NodeError only. Lives on one event loop; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from typing import Final, Generic, TypeVar
 
 import grpc
 
@@ -19,6 +19,9 @@ from node_runtime.rpc.errors import error_from_rpc
 from node_runtime.rpc.telemetry import rpc_metadata
 from node_runtime.rpc.transport import SocketTransport, Transport
 
+# How long calls may go on over a connection whose certificate was replaced.
+_RETIREMENT_S: Final = 3600.0
+
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 StubT = TypeVar("StubT")
@@ -27,9 +30,17 @@ StubT = TypeVar("StubT")
 class Channel:
     """A connection to one node, made when it is first used and remade when it broke."""
 
-    def __init__(self, address: str, *, max_message_bytes: int, transport: Transport | None = None) -> None:
-        """`transport` makes the connection; by default gRPC's own."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int,
+        transport: Transport | None = None,
+        metadata: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """`transport` makes the connection; by default gRPC's own. `metadata` goes with every call."""
         self.address = address
+        self._metadata = tuple(metadata)
         self._channel = (transport or SocketTransport()).channel(address, max_message_bytes=max_message_bytes)
 
     def stub(self, stub_class: Callable[[grpc.aio.Channel], StubT]) -> StubT:
@@ -45,7 +56,7 @@ class Channel:
     ) -> ResponseT:
         """One request, one response. Raises NodeError."""
         try:
-            return await method(request, timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+            return await method(request, timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self.address) from None
 
@@ -57,7 +68,7 @@ class Channel:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[ResponseT, None]:
         """One request, many responses. Raises NodeError. Leaving the iteration early (`aclosing`) cancels the call."""
-        call = method(request, timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+        call = method(request, timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
         try:
             async for response in call:
                 yield response
@@ -73,12 +84,15 @@ class Channel:
         timeout_s: float | None = None,
     ) -> DuplexCall[RequestT, ResponseT]:
         """Opens a stream both ways. Raises DeadlineExceeded when no time is left."""
-        call = method(timeout=call_timeout_s(timeout_s), metadata=rpc_metadata())
+        call = method(timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
         return DuplexCall(call, self.address)
 
-    async def close(self) -> None:
-        """Cancels what still runs on it."""
-        await self._channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Cancels what still runs on it, after `grace_s`."""
+        await self._channel.close(grace_s)
+
+    def _sent_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (*rpc_metadata(), *self._metadata)
 
 
 class DuplexCall(Generic[RequestT, ResponseT]):
@@ -130,10 +144,16 @@ class DuplexCall(Generic[RequestT, ResponseT]):
         return error_from_rpc(grpc.aio.AioRpcError(code, trailing_metadata=trailers, details=details), self._address)
 
 
-def connect(address: str, *, max_message_bytes: int, transport: Transport | None = None) -> Channel:
+def connect(
+    address: str,
+    *,
+    max_message_bytes: int,
+    transport: Transport | None = None,
+    metadata: Iterable[tuple[str, str]] = (),
+) -> Channel:
     """A channel of its own to `host:port`; nothing is dialled yet. Raises InvalidRequest for a malformed address."""
     parse_address(address)
-    return Channel(address, max_message_bytes=max_message_bytes, transport=transport)
+    return Channel(address, max_message_bytes=max_message_bytes, transport=transport, metadata=metadata)
 
 
 class ChannelPool:
@@ -141,11 +161,14 @@ class ChannelPool:
 
     def __init__(self, *, max_message_bytes: int, transport: Transport | None = None) -> None:
         self._max_message_bytes = max_message_bytes
-        self._transport = transport
+        self._transport = transport or SocketTransport()
+        self._stamp = self._transport.credentials_stamp()
         self._channels: dict[str, Channel] = {}
+        self._retired: set[asyncio.Task[None]] = set()
 
     def get(self, address: str) -> Channel:
         """The channel to `address`, made on first use. Raises InvalidRequest for a malformed address."""
+        self._retire_if_renewed()
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = connect(
@@ -158,3 +181,18 @@ class ChannelPool:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+        for retired in self._retired:
+            retired.cancel()
+        await asyncio.gather(*self._retired, return_exceptions=True)
+
+    def _retire_if_renewed(self) -> None:
+        """With new credentials, new channels; what runs on the old ones is finished."""
+        stamp = self._transport.credentials_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            task = asyncio.get_running_loop().create_task(channel.close(_RETIREMENT_S))
+            self._retired.add(task)
+            task.add_done_callback(self._retired.discard)

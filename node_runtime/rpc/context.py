@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from node_runtime.rpc.access import Caller
+
 
 class RpcContext(Protocol):
     """The `context` argument of every handler. Statuses are set by raising, never through this."""
@@ -14,4 +16,8 @@ class RpcContext(Protocol):
 
     def peer(self) -> str:
         """Transport address of the caller, for logs only."""
+        ...
+
+    def caller(self) -> Caller:
+        """Who calls, as the access policy of the server knows it."""
         ...

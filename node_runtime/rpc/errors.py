@@ -17,6 +17,8 @@ from node_runtime.rpc.status_details import read_details
 STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+        errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
         errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
         errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
         errors.IncompatiblePeer: grpc.StatusCode.FAILED_PRECONDITION,

@@ -30,3 +30,9 @@ class LoopbackTransport:
     def server(self, interceptor: grpc.aio.ServerInterceptor, *, max_message_bytes: int) -> grpc.aio.Server:
         del max_message_bytes
         return cast("grpc.aio.Server", LoopbackServer(self._wire, interceptor))
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        return server.add_insecure_port(address)
+
+    def credentials_stamp(self) -> object:
+        return None

@@ -7,6 +7,7 @@ every handler. Lives on one event loop.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
@@ -15,34 +16,49 @@ import grpc
 
 from node_runtime.config import NodeConfig
 from node_runtime.errors import BadConfig, NodeError, PortInUse
+from node_runtime.rpc.access import AccessPolicy, MeshAccess, OpenAccess
 from node_runtime.rpc.address import format_address
 from node_runtime.rpc.calls import CallGuard
 from node_runtime.rpc.health import Health, add_reflection
+from node_runtime.rpc.options import server_options
 from node_runtime.rpc.telemetry import Telemetry
-from node_runtime.rpc.transport import SocketTransport, Transport
+from node_runtime.rpc.tls import transport_for
+from node_runtime.rpc.transport import Transport
 
 ServicerT = TypeVar("ServicerT")
 
 _FAREWELL_S = 0.2
+
+_log = logging.getLogger("pdmesh.rpc")
 
 
 class RpcServer:
     """Serves what was added, from `start` to `stop`."""
 
     def __init__(
-        self, config: NodeConfig, telemetry: Telemetry | None = None, *, transport: Transport | None = None
+        self,
+        config: NodeConfig,
+        telemetry: Telemetry | None = None,
+        *,
+        transport: Transport | None = None,
+        access: AccessPolicy | None = None,
     ) -> None:
         """Without `telemetry` nothing is recorded here; a caller's trace is handed on either way. `transport` makes the
-        server; by default gRPC's own.
+        server, `access` decides who may call; by default what the configuration asks for. Raises BadConfig.
         """
         self._config = config
-        self._transport = transport or SocketTransport()
+        self._transport = transport or transport_for(config)
+        own_access: AccessPolicy = MeshAccess(config.tls_domain) if config.tls_cert else OpenAccess()
         self._guard = CallGuard(
-            node_id=config.node_id, default_deadline_s=config.default_deadline_s, telemetry=telemetry or Telemetry.off()
+            node_id=config.node_id,
+            default_deadline_s=config.default_deadline_s,
+            telemetry=telemetry or Telemetry.off(),
+            access=access or own_access,
         )
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
+        self._health_server: grpc.aio.Server | None = None
         self._port = 0
 
     @property
@@ -98,12 +114,27 @@ class RpcServer:
         add_reflection(registrar.service_names, server)
         await self._health.apply(False)
         try:
-            self._port = server.add_insecure_port(format_address(config.host, config.port))
+            self._port = self._transport.listen(server, format_address(config.host, config.port))
         except RuntimeError:
             raise _why_not_bound(config.host, config.port) from None
         await server.start()
         self._server = server
+        if config.health_port is not None:
+            await self._start_health_server(self._health, config.health_port)
         return self._port
+
+    async def _start_health_server(self, health: Health, port: int) -> None:
+        """The health service alone, in the open. Raises PortInUse or BadConfig."""
+        host = self._config.host
+        server = grpc.aio.server(options=server_options(self._config.max_message_bytes))
+        health.add_to(server)
+        try:
+            taken = server.add_insecure_port(format_address(host, port))
+        except RuntimeError:
+            raise _why_not_bound(host, port) from None
+        await server.start()
+        self._health_server = server
+        _log.info("health is at %s", format_address(host, taken))
 
     def set_serving(self, is_serving: bool) -> None:
         """Sets the health of the node and all its services. Requires `start`; without effect once it drains."""
@@ -128,6 +159,8 @@ class RpcServer:
         await self._guard.drain(grace_s)
         # No call of ours is left; those who watch the health get the time to hear of it.
         await server.stop(grace=_FAREWELL_S)
+        if self._health_server is not None:
+            await self._health_server.stop(grace=None)
 
 
 class _Registrar:

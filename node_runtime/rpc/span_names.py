@@ -30,6 +30,8 @@ OPERATION_TEXT_COMPLETION: Final = "text_completion"
 PROVIDER_PDMESH: Final = "pdmesh"
 
 PDMESH_REQUEST_ID: Final = "pdmesh.request_id"
+# Whose token the request came with, where the router tells clients apart.
+PDMESH_TENANT: Final = "pdmesh.tenant"
 PDMESH_NODE_ID: Final = "pdmesh.node_id"
 PDMESH_ROLE: Final = "pdmesh.role"
 PDMESH_HANDOFF_ID: Final = "pdmesh.handoff_id"

@@ -20,6 +20,14 @@ class Transport(Protocol):
         """A server that asks `interceptor` for the handler of every call; it listens nowhere yet."""
         ...
 
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Makes a server of this transport listen at `host:port`; the port. Raises RuntimeError when it cannot."""
+        ...
+
+    def credentials_stamp(self) -> object:
+        """Changes when channels should be made anew because their credentials were replaced."""
+        ...
+
 
 class SocketTransport:
     """gRPC as it is."""
@@ -31,3 +39,9 @@ class SocketTransport:
 
     def server(self, interceptor: grpc.aio.ServerInterceptor, *, max_message_bytes: int) -> grpc.aio.Server:
         return grpc.aio.server(interceptors=(interceptor,), options=server_options(max_message_bytes))
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        return server.add_insecure_port(address)
+
+    def credentials_stamp(self) -> object:
+        return None

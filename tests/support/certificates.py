@@ -18,3 +18,29 @@ def make_tls_files(folder: Path, *, name: str = "127.0.0.1") -> TlsFiles:
     files.key.write_bytes(signed.private_key_pem.bytes())
     files.authority.write_bytes(authority.cert_pem.bytes())
     return files
+
+
+DOMAIN = "pdmesh.internal"
+
+
+class MeshAuthority:
+    """Signs what the roles of a mesh show."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._authority = trustme.CA()
+        self.path = folder / "authority.pem"
+        self.path.write_bytes(self._authority.cert_pem.bytes())
+
+    def issue(self, role: str) -> tuple[Path, Path]:
+        """Certificate and key of a node of `role`, also good for those who dial this machine by name or address."""
+        signed = self._authority.issue_cert(DOMAIN, f"{role}.{DOMAIN}", "localhost", "127.0.0.1")
+        certificate, key = self._folder / f"{role}.pem", self._folder / f"{role}.key"
+        certificate.write_bytes(b"".join(blob.bytes() for blob in signed.cert_chain_pems))
+        key.write_bytes(signed.private_key_pem.bytes())
+        return certificate, key
+
+    def settings(self, role: str) -> dict[str, str]:
+        """Configuration values of a node of `role`."""
+        certificate, key = self.issue(role)
+        return {"tls_cert": str(certificate), "tls_key": str(key), "tls_ca": str(self.path)}
