@@ -17,26 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache_runtime.errors import CacheConfigError
+from cache_runtime.recipes.plane_slots import (
+    GroupPacking,
+    Planes,
+    PlaneSlot,
+    RowShape,
+    StateFields,
+    align_up,
+    interleave_within,
+)
 from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheFieldSpec, GroupDeclaration
 
 MAX_SOLVED_PACKING = 256
 """Largest number of blocks per LCM parent that the solver chooses by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneSlot:
-    """Where the blocks of a group keep one field: a plane, and bytes from the beginning of a block's stride in it."""
-
-    plane: int
-    offset_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPacking:
-    """One group's share of a parent: blocks per parent, and a slot for each field in order of declaration."""
-
-    cache_blocks_per_lcm_block: int
-    slots: tuple[PlaneSlot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +38,6 @@ class ParentPacking:
 
     plane_bytes: tuple[int, ...]
     groups: tuple[GroupPacking, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.plane_bytes)
-
-    def worst_padding_fraction(self, declarations: Sequence[GroupDeclaration]) -> float:
-        """The largest share of a parent that one of the groups leaves empty."""
-        return max(
-            1.0 - group.cache_blocks_per_lcm_block * _block_bytes(fields) / self.num_bytes
-            for group, (_, fields) in zip(self.groups, declarations, strict=True)
-        )
 
 
 def solve_packing(
@@ -67,120 +49,168 @@ def solve_packing(
     or when no parent of up to MAX_SOLVED_PACKING blocks holds every group.
     """
     fixed = None if packing is None else [_fixed_packing(spec.group_id, packing) for spec, _ in declarations]
-    within: ParentPacking | None = None
-    closest: tuple[float, ParentPacking] | None = None
-    for candidates in _shapes(declarations, fixed):
-        for parent in candidates:
-            if within is not None and _size(parent) >= _size(within):
-                break  # the parents of one shape only grow
-            worst = parent.worst_padding_fraction(declarations)
-            if worst <= max_padding_fraction:
-                within = parent
-                break
-            if closest is None or worst < closest[0]:
-                closest = (worst, parent)
-    if within is not None:
-        return within
-    if closest is None:
+    if all(spec.family is not CacheFamily.HISTORY for spec, _ in declarations):
+        return _state_parent(declarations, fixed)
+    search = _Search(declarations, max_padding_fraction, fixed)
+    for shape in _shapes(declarations, fixed):
+        search.look_at(shape)
+    found = search.within or search.closest
+    if found is None:
         raise _no_parent(declarations, fixed)
-    return closest[1]
-
-
-def _size(parent: ParentPacking) -> tuple[int, int]:
-    return parent.num_bytes, -len(parent.plane_bytes)
-
-
-def _shapes(declarations: Sequence[GroupDeclaration], fixed: Sequence[int] | None) -> Iterator[Iterator[ParentPacking]]:
-    """Parents by number of planes, each shape's in ascending size."""
-    row_groups = [index for index, (spec, _) in enumerate(declarations) if spec.family is CacheFamily.HISTORY]
-    if not row_groups:
-        yield iter((_state_parent(declarations, fixed),))
-        return
-    most_fields = max(len(declarations[index][1]) for index in row_groups)
-    for num_planes in range(most_fields, 0, -1):
-        shapes = {index: _RowShape.within(declarations[index][1], num_planes) for index in row_groups}
-        yield _parents(declarations, shapes, fixed)
-
-
-def _parents(
-    declarations: Sequence[GroupDeclaration], shapes: Mapping[int, _RowShape], fixed: Sequence[int] | None
-) -> Iterator[ParentPacking]:
-    """The parents of one shape, multiples of the smallest whose planes all groups of rows fill exactly."""
-    if fixed is not None:
-        parent = _complete(declarations, shapes, {index: fixed[index] for index in shapes}, fixed)
-        yield from () if parent is None else (parent,)
-        return
-    unit_bytes = math.lcm(*(shape.interleave * shape.dominant_bytes for shape in shapes.values()))
-    per_unit = {i: unit_bytes // (shape.interleave * shape.dominant_bytes) for i, shape in shapes.items()}
-    for scale in range(1, MAX_SOLVED_PACKING // max(per_unit.values()) + 1):
-        parent = _complete(declarations, shapes, {i: count * scale for i, count in per_unit.items()}, None)
-        if parent is not None:
-            yield parent
+    return found.build()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RowShape:
-    """How the fields of a group of rows share planes: `planes` lists the field indices of each, equal in size."""
+class _ParentShape:
+    """Parents whose groups of rows lie in their planes in one way: the multiples of the smallest, up to a largest."""
 
-    interleave: int
-    planes: tuple[tuple[int, ...], ...]
-    field_bytes: tuple[int, ...]
+    rows: Mapping[int, RowShape]
+    num_blocks: Mapping[int, int]
+    plane_bytes: tuple[int, ...]
+    largest_scale: int
 
     @classmethod
-    def within(cls, fields: Sequence[CacheFieldSpec], num_planes: int) -> _RowShape:
-        """The shape of least interleave that takes at most `num_planes`, or one plane per size where that is more."""
-        sizes = tuple(field.block_bytes for field in fields)
-        by_size: dict[int, list[int]] = {}
-        for index, size in enumerate(sizes):
-            by_size.setdefault(size, []).append(index)
-        most = max(len(indices) for indices in by_size.values())
-        interleave = next(
-            (
-                count
-                for count in range(1, most)
-                if sum(-(-len(indices) // count) for indices in by_size.values()) <= num_planes
-            ),
-            most,
-        )
-        planes = tuple(
-            tuple(indices[begin : begin + interleave])
-            for indices in by_size.values()
-            for begin in range(0, len(indices), interleave)
-        )
-        return cls(interleave=interleave, planes=planes, field_bytes=sizes)
+    def of(cls, rows: Mapping[int, RowShape], num_blocks: Mapping[int, int], largest_scale: int) -> _ParentShape:
+        planes = _common_planes([shape.plane_bytes(num_blocks[index]) for index, shape in rows.items()])
+        return cls(rows=rows, num_blocks=num_blocks, plane_bytes=planes, largest_scale=largest_scale)
 
     @property
-    def dominant_bytes(self) -> int:
-        """The field size that makes up most of a block."""
-        totals: Counter[int] = Counter()
-        for size in self.field_bytes:
-            totals[size] += size
-        return max(totals, key=lambda size: (totals[size], size))
+    def num_bytes(self) -> int:
+        """Bytes of the smallest parent."""
+        return sum(self.plane_bytes)
 
-    def plane_bytes(self, num_blocks: int) -> list[int]:
-        """Bytes of each of `planes` in a parent of `num_blocks` blocks."""
-        return [num_blocks * self.interleave * self.field_bytes[members[0]] for members in self.planes]
+    @property
+    def padding_fraction(self) -> float:
+        """The largest share that one of the groups of rows leaves empty, of each of the parents."""
+        return max(
+            _padding_fraction(self.num_blocks[index] * sum(shape.field_bytes), self.num_bytes)
+            for index, shape in self.rows.items()
+        )
 
 
-def _complete(
-    declarations: Sequence[GroupDeclaration],
-    shapes: Mapping[int, _RowShape],
-    blocks: Mapping[int, int],
-    fixed: Sequence[int] | None,
-) -> ParentPacking | None:
-    """The parent of these row shapes with the groups of state fitted in; None when one of them finds no room."""
-    plane_bytes = _common_planes([shape.plane_bytes(blocks[index]) for index, shape in shapes.items()])
-    groups: list[GroupPacking] = []
-    for index, (_, fields) in enumerate(declarations):
-        if index in shapes:
-            groups.append(_place_rows(shapes[index], blocks[index], plane_bytes))
+def _shapes(declarations: Sequence[GroupDeclaration], fixed: Sequence[int] | None) -> Iterator[_ParentShape]:
+    """Those with more planes first."""
+    fields_of = {i: fields for i, (spec, fields) in enumerate(declarations) if spec.family is CacheFamily.HISTORY}
+    fields_of_size = [Counter(field.block_bytes for field in fields).values() for fields in fields_of.values()]
+    most_fields = max(len(fields) for fields in fields_of.values())
+    last_interleaves: list[int] = []
+    for num_planes in range(most_fields, 0, -1):
+        interleaves = [interleave_within(numbers, num_planes) for numbers in fields_of_size]
+        if interleaves == last_interleaves:
+            continue  # fewer planes do not fit, so these are the same ones
+        last_interleaves = interleaves
+        rows = {
+            index: RowShape.interleaved(fields, interleave)
+            for (index, fields), interleave in zip(fields_of.items(), interleaves, strict=True)
+        }
+        if fixed is not None:
+            yield _ParentShape.of(rows, {index: fixed[index] for index in rows}, 1)
             continue
-        counts = range(MAX_SOLVED_PACKING, 0, -1) if fixed is None else (fixed[index],)
-        fitted = next((found for count in counts if (found := _place_state(fields, count, plane_bytes))), None)
-        if fitted is None:
-            return None
-        groups.append(fitted)
-    return ParentPacking(plane_bytes=plane_bytes, groups=tuple(groups))
+        unit_bytes = math.lcm(*(shape.interleave * shape.dominant_bytes for shape in rows.values()))
+        num_blocks = {i: unit_bytes // (shape.interleave * shape.dominant_bytes) for i, shape in rows.items()}
+        yield _ParentShape.of(rows, num_blocks, MAX_SOLVED_PACKING // max(num_blocks.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """One parent of a shape, and where in it the groups of state were fitted."""
+
+    shape: _ParentShape
+    scale: int
+    states: Mapping[int, GroupPacking]
+    padding_fraction: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return _size(self.shape, self.scale)
+
+    def build(self) -> ParentPacking:
+        plane_bytes = tuple(self.scale * size for size in self.shape.plane_bytes)
+        rows = {
+            index: shape.place(self.scale * self.shape.num_blocks[index], plane_bytes)
+            for index, shape in self.shape.rows.items()
+        }
+        groups = {**rows, **self.states}
+        return ParentPacking(plane_bytes=plane_bytes, groups=tuple(groups[index] for index in sorted(groups)))
+
+
+def _size(shape: _ParentShape, scale: int) -> tuple[int, int]:
+    """What a small parent has little of, the first before the second."""
+    return scale * shape.num_bytes, -len(shape.plane_bytes)
+
+
+class _Search:
+    """Looks at one shape after another and keeps the smallest parent within the bound, or the one that wastes least.
+
+    The groups of rows waste the same share of every parent of a shape. So a shape whose rows alone waste too much is
+    left at once, and groups of state are fitted only where they can make a better parent than the one that is kept.
+    """
+
+    def __init__(
+        self, declarations: Sequence[GroupDeclaration], max_padding_fraction: float, fixed: Sequence[int] | None
+    ) -> None:
+        self._states = {
+            i: StateFields.of(fields)
+            for i, (spec, fields) in enumerate(declarations)
+            if spec.family is CacheFamily.STATE
+        }
+        self._max_padding_fraction = max_padding_fraction
+        self._fixed = fixed
+        self.within: _Candidate | None = None
+        self.closest: _Candidate | None = None
+
+    def look_at(self, shape: _ParentShape) -> None:
+        of_rows = shape.padding_fraction
+        for scale in range(1, shape.largest_scale + 1):
+            if self.within is not None and _size(shape, scale) >= self.within.size:
+                return  # the parents of one shape only grow
+            if not self._is_wanted(of_rows):
+                return
+            found = self._fit_states(shape, scale, of_rows)
+            if found is None or not self._is_wanted(found.padding_fraction):
+                continue
+            if found.padding_fraction <= self._max_padding_fraction:
+                self.within = found
+                return
+            self.closest = found
+
+    def _is_wanted(self, padding_fraction: float) -> bool:
+        """Whether a parent that wastes so much would be kept, if it is small enough."""
+        if padding_fraction <= self._max_padding_fraction:
+            return True
+        if self.within is not None:
+            return False
+        return self.closest is None or padding_fraction < self.closest.padding_fraction
+
+    def _fit_states(self, shape: _ParentShape, scale: int, padding_of_rows: float) -> _Candidate | None:
+        """None when a group of state finds no room, or none that would be wanted."""
+        planes = Planes.of([scale * size for size in shape.plane_bytes])
+        states: dict[int, GroupPacking] = {}
+        worst = padding_of_rows
+        for index, group in self._states.items():
+            fitted = self._fit_state(index, group, planes)
+            if fitted is None:
+                return None
+            states[index] = fitted
+            used_bytes = fitted.cache_blocks_per_lcm_block * group.block_bytes
+            worst = max(worst, _padding_fraction(used_bytes, planes.num_bytes))
+        return _Candidate(shape=shape, scale=scale, states=states, padding_fraction=worst)
+
+    def _fit_state(self, index: int, group: StateFields, planes: Planes) -> GroupPacking | None:
+        """As many blocks as fit; None when that is none, or so few that the parent would not be wanted."""
+        if self._fixed is not None:
+            return group.place(self._fixed[index], planes)
+        for num_blocks in range(min(MAX_SOLVED_PACKING, group.most_blocks(planes)), 0, -1):
+            if not self._is_wanted(_padding_fraction(num_blocks * group.block_bytes, planes.num_bytes)):
+                return None
+            fitted = group.place(num_blocks, planes)
+            if fitted is not None:
+                return fitted
+        return None
+
+
+def _padding_fraction(used_bytes: int, num_bytes: int) -> float:
+    return 1.0 - used_bytes / num_bytes
 
 
 def _common_planes(wanted: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -189,41 +219,6 @@ def _common_planes(wanted: Sequence[Sequence[int]]) -> tuple[int, ...]:
     for sizes in wanted:
         counts |= Counter(sizes)
     return tuple(sorted(counts.elements(), reverse=True))
-
-
-def _place_rows(shape: _RowShape, num_blocks: int, plane_bytes: Sequence[int]) -> GroupPacking:
-    free: dict[int, list[int]] = {}
-    for plane, size in reversed(list(enumerate(plane_bytes))):
-        free.setdefault(size, []).append(plane)
-    slots: dict[int, PlaneSlot] = {}
-    for members, size in zip(shape.planes, shape.plane_bytes(num_blocks), strict=True):
-        plane = free[size].pop()
-        for position, index in enumerate(members):
-            slots[index] = PlaneSlot(plane=plane, offset_bytes=position * shape.field_bytes[index])
-    return GroupPacking(cache_blocks_per_lcm_block=num_blocks, slots=tuple(slots[index] for index in range(len(slots))))
-
-
-def _place_state(fields: Sequence[CacheFieldSpec], num_blocks: int, plane_bytes: Sequence[int]) -> GroupPacking | None:
-    """Largest fields first, each into the first plane with room; None when one finds none."""
-    if num_blocks * _block_bytes(fields) > sum(plane_bytes):
-        return None
-    element_bytes = math.lcm(*(DTYPE_BYTES[field.dtype] for field in fields))
-    usable = [size % (num_blocks * element_bytes) == 0 for size in plane_bytes]
-    used = [0] * len(plane_bytes)
-    slots: dict[int, PlaneSlot] = {}
-    for index in sorted(range(len(fields)), key=lambda item: (-fields[item].block_bytes, item)):
-        field = fields[index]
-        for plane, size in enumerate(plane_bytes):
-            begin = _align_up(used[plane], DTYPE_BYTES[field.dtype])
-            if usable[plane] and begin + field.block_bytes <= size // num_blocks:
-                slots[index] = PlaneSlot(plane=plane, offset_bytes=begin)
-                used[plane] = begin + field.block_bytes
-                break
-        else:
-            return None
-    return GroupPacking(
-        cache_blocks_per_lcm_block=num_blocks, slots=tuple(slots[index] for index in range(len(fields)))
-    )
 
 
 def _state_parent(declarations: Sequence[GroupDeclaration], fixed: Sequence[int] | None) -> ParentPacking:
@@ -239,7 +234,7 @@ def _state_parent(declarations: Sequence[GroupDeclaration], fixed: Sequence[int]
         ]
         payload_bytes = max(count * field.block_bytes for count, field in tenants)
         unit_bytes = math.lcm(*(count * DTYPE_BYTES[field.dtype] for count, field in tenants))
-        plane_bytes.append(_align_up(payload_bytes, unit_bytes))
+        plane_bytes.append(align_up(payload_bytes, unit_bytes))
     groups = tuple(
         GroupPacking(
             cache_blocks_per_lcm_block=count,
@@ -276,7 +271,3 @@ def _no_parent(declarations: Sequence[GroupDeclaration], fixed: Sequence[int] | 
 
 def _block_bytes(fields: Sequence[CacheFieldSpec]) -> int:
     return sum(field.block_bytes for field in fields)
-
-
-def _align_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

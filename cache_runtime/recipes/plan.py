@@ -26,7 +26,8 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cache_runtime.errors import CacheConfigError, UnknownFieldError, UnknownGroupError
-from cache_runtime.recipes.packing import PlaneSlot, solve_packing
+from cache_runtime.recipes.packing import solve_packing
+from cache_runtime.recipes.plane_slots import PlaneSlot
 from cache_runtime.recipes.spec import (
     DTYPE_BYTES,
     CacheFamily,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_runtime.errors import CacheConfigError, UnknownFieldError, UnknownGroupError
-from cache_runtime.recipes.packing import PlaneSlot
 from cache_runtime.recipes.plan import CacheLayout, CacheMemoryPlan, pack
+from cache_runtime.recipes.plane_slots import PlaneSlot
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention, GroupDeclaration
 
 PREFIX_GRANULARITY = 64

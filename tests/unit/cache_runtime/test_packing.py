@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.cache_runtime.slow_packing import best_parent
 from unit.cache_runtime.test_memory_plan import packed, rows_group, state_group
 
 from cache_runtime.errors import CacheConfigError
-from cache_runtime.recipes.packing import MAX_SOLVED_PACKING
+from cache_runtime.recipes import packing as packing_module
+from cache_runtime.recipes.packing import MAX_SOLVED_PACKING, solve_packing
 from cache_runtime.recipes.plan import CacheLayout, CacheMemoryPlan
 from cache_runtime.recipes.spec import GroupDeclaration
 
 FIELD_BYTES = 64 * 8 * 2
+# Few enough to try every parent.
+SMALL_PACKING = 12
 
 
 def blocks_per_parent(layout: CacheLayout) -> dict[str, int]:
@@ -91,6 +95,38 @@ def declarations(draw: st.DrawFn) -> list[GroupDeclaration]:
     if draw(st.booleans()):
         groups.append(state_group("state", draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))))
     return groups
+
+
+@st.composite
+def small_declarations(draw: st.DrawFn) -> list[GroupDeclaration]:
+    """Fields of up to two sizes and dtypes in each group; groups of state stand anywhere among those of rows."""
+    groups: list[GroupDeclaration] = []
+    for index in range(draw(st.integers(1, 2))):
+        spec, wide = rows_group(f"rows{index}", 16, draw(st.integers(1, 5)), width=draw(st.integers(1, 3)))
+        _, narrow = rows_group(f"more{index}", 16, draw(st.sampled_from([0, 0, 1, 2])), width=1)
+        groups.append((spec, wide + narrow))
+    for index in range(draw(st.integers(0, 2))):
+        spec, few = state_group(f"state{index}", draw(st.lists(st.integers(1, 90), min_size=1, max_size=3)))
+        _, wider = rows_group(
+            f"words{index}", draw(st.integers(1, 9)), draw(st.integers(0, 2)), width=1, dtype="float32"
+        )
+        groups.insert(draw(st.integers(0, len(groups))), (spec, few + wider))
+    return groups
+
+
+@settings(max_examples=40)
+@given(small_declarations(), st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]))
+def test_the_parent_is_the_one_that_trying_everything_finds(
+    groups: list[GroupDeclaration], max_padding_fraction: float
+) -> None:
+    expected = best_parent(groups, max_padding_fraction, SMALL_PACKING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing_module, "MAX_SOLVED_PACKING", SMALL_PACKING)
+        if expected is None:
+            with pytest.raises(CacheConfigError, match="no LCM block"):
+                solve_packing(groups, max_padding_fraction=max_padding_fraction, packing=None)
+        else:
+            assert solve_packing(groups, max_padding_fraction=max_padding_fraction, packing=None) == expected
 
 
 @settings(max_examples=60)
