@@ -12,6 +12,7 @@ from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, mesh_pb2, mesh
 from cache_runtime.transfer.memory_engine import MemoryFabric
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.server import DecodeNode
+from node_runtime.clock import Clock
 from node_runtime.engine.core import ComputeCore
 from node_runtime.rpc import Telemetry
 from prefill_node.config import PrefillNodeConfig
@@ -91,12 +92,19 @@ class FakeMesh:
         self._channels: list[grpc.aio.Channel] = []
         self._num_requests = 0
 
-    async def prefill(self, *, port: int = 0, config: dict[str, object] | None = None, **core: object) -> FakeNode:
+    async def prefill(
+        self, *, port: int = 0, config: dict[str, object] | None = None, clock: Clock | None = None, **core: object
+    ) -> FakeNode:
         made = self._make_core(Role.PREFILL, fabric=self.fabric, **core)
         settings = PrefillNodeConfig(model="fake", port=port, drain_grace_s=5.0, **(config or {}))
         fatal: list[BaseException] = []
         node = PrefillNode(
-            settings, made, telemetry=Telemetry.off(), on_fatal=fatal.append, on_drain=self.drains.append
+            settings,
+            made,
+            telemetry=Telemetry.off(),
+            on_fatal=fatal.append,
+            on_drain=self.drains.append,
+            clock=clock,
         )
         return await self._started(FakeNode(node, made, fatal))
 

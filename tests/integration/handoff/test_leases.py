@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import numpy as np
@@ -14,6 +15,8 @@ from pdmesh.v1 import handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
+from node_runtime.clock import SystemClock
+from node_runtime.handoff.lease import WriterLease, beat_interval_ms
 from node_runtime.wire.manifest import manifest_to_proto
 
 PROMPT = list(range(10))
@@ -99,34 +102,77 @@ async def nodes(mesh: FakeMesh) -> tuple[FakeNode, FakeNode]:
     return await mesh.prefill(), await mesh.decode()
 
 
-@pytest.fixture
-async def bare(mesh: FakeMesh, nodes: tuple[FakeNode, FakeNode]) -> AsyncIterator[BareDecodeNode]:
-    bare = BareDecodeNode(*nodes)
+@asynccontextmanager
+async def bare_decode_node(mesh: FakeMesh, prefill: FakeNode, decode: FakeNode) -> AsyncIterator[BareDecodeNode]:
+    """Whatever it did: afterwards the prefill node still serves a sound peer and holds nothing."""
+    bare = BareDecodeNode(prefill, decode)
     await bare.bootstrap()
     yield bare
     await bare.close()
-    prefill, decode = nodes
-    # Whatever it did: the prefill node still serves a sound peer and holds nothing.
     answer = await mesh.generate(decode, [1, 2, 3], prefill_address=prefill.address)
     assert answer.token_ids == expected_tokens([1, 2, 3], 4)
     await prefill.assert_all_blocks_return()
 
 
+@pytest.fixture
+async def bare(mesh: FakeMesh, nodes: tuple[FakeNode, FakeNode]) -> AsyncIterator[BareDecodeNode]:
+    async with bare_decode_node(mesh, *nodes) as bare:
+        yield bare
+
+
+class HeldClock(SystemClock):
+    """Stands still but for what it is moved by, until it is let go: then no answer of a busy machine is a late one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held_at_s: float | None = super().now_s()
+
+    def now_s(self) -> float:
+        return super().now_s() if self._held_at_s is None else self._held_at_s
+
+    def advance(self, seconds: float) -> None:
+        assert self._held_at_s is not None
+        self._held_at_s += seconds
+
+    def let_go(self) -> None:
+        self._held_at_s = None
+
+
+@pytest.fixture
+def renewals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The beats from which a writer's lease was made to count, as they are taken."""
+    taken: list[int] = []
+    extend = WriterLease.extend
+
+    def noted(lease: WriterLease, beat: int, now_s: float) -> bool:
+        is_extended = extend(lease, beat, now_s)
+        taken.extend([beat] if is_extended else [])
+        return is_extended
+
+    monkeypatch.setattr(WriterLease, "extend", noted)
+    return taken
+
+
 async def test_a_prompt_may_compute_for_many_leases_while_its_lease_is_renewed(
-    nodes: tuple[FakeNode, FakeNode], bare: BareDecodeNode
+    mesh: FakeMesh, renewals: list[int]
 ) -> None:
-    gate = Gate()
-    nodes[0].executor.before_pass = gate.wait
-    stream = bare.open()
-    await bare.until("ready")
-    bare.grant()
-    for beat in range(1, 13):
-        await bare.until("beat", beat)
-        bare.renew(beat)
-    gate.open()
-    assert await stream == grpc.StatusCode.OK
-    assert bare.kinds[-1] == "done"
-    assert [response.beat.number for response in bare.received if response.HasField("beat")][:12] == list(range(1, 13))
+    clock, gate = HeldClock(), Gate()
+    prefill = await mesh.prefill(clock=clock)
+    async with bare_decode_node(mesh, prefill, await mesh.decode()) as bare:
+        prefill.executor.before_pass = gate.wait
+        stream = bare.open()
+        await bare.until("ready")
+        bare.grant()
+        for beat in range(1, 13):
+            clock.advance(beat_interval_ms(LEASE_MS) / 1000)
+            await bare.until("beat", beat)
+            bare.renew(beat)
+            await until(lambda beat=beat: renewals[-1:] == [beat], f"renewal {beat}")
+        gate.open()
+        assert await stream == grpc.StatusCode.OK
+        assert bare.kinds[-1] == "done"
+        assert [response.beat.number for response in bare.received if response.HasField("beat")] == list(range(1, 13))
+        clock.let_go()
 
 
 async def test_a_prefill_node_whose_lease_is_not_renewed_writes_nothing_more_and_says_so(
