@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import build_manifest
 from decode_node.server import DecodeNode
 from node_runtime.engine.core import ComputeCore, DataPlane
 from node_runtime.engine.loop import EngineLoop

@@ -14,8 +14,9 @@ from cache_runtime.device import Device, open_device
 from cache_runtime.errors import CacheError
 from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
 from cache_runtime.transfer.engine import DataPlaneError
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import ManifestError, build_manifest
+from cache_runtime.transfer.schema import ManifestError
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor

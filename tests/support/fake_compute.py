@@ -18,9 +18,9 @@ from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.shared_memory import SharedMemory
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import build_manifest
 from model_runtime.sampler import SampledToken, SamplingParams
 
 VOCAB_SIZE = 997

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import build_manifest
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.executor import ModelExecutor
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts

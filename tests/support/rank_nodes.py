@@ -14,8 +14,9 @@ from unit.model_runtime.thread_ranks import Meeting
 
 from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
-from cache_runtime.transfer.schema import LogicalManifest, PlacementManifest, RankPlacement, describe_cache, place_rank
+from cache_runtime.transfer.schema import LogicalManifest, PlacementManifest, RankPlacement
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.executor import ModelExecutor
 from model_runtime.rank_group import RankGroup

@@ -15,7 +15,7 @@ from support.processes import NodeProcess, stopping
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.rows import key_value_fields
-from cache_runtime.transfer.schema import build_manifest
+from cache_runtime.transfer.manifest_builder import build_manifest
 from node_runtime.wire.manifest import manifest_to_proto
 
 VOCAB = 49_152

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from support.fake_compute import FIELD_IDS, NUM_LAYERS, FakeArena, FakeExecutor, make_memory_plan
 
 from cache_runtime.transfer.engine import Run, TransferReport
-from cache_runtime.transfer.schema import PlacementManifest, build_manifest
+from cache_runtime.transfer.manifest_builder import build_manifest
+from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.messages import Grant, GroupGrant
 from prefill_node.outgoing import OutgoingTransfer, TransferFault, TransferLanded, TransferNews
 from prefill_node.sender import PrefillSender

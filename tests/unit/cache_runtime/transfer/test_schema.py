@@ -26,6 +26,7 @@ from cache_runtime.recipes.plan import pack
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import (
     MAX_FIELDS,
@@ -36,7 +37,6 @@ from cache_runtime.transfer.schema import (
     ManifestError,
     PlacementManifest,
     StageSchema,
-    build_manifest,
 )
 
 HUGE = 1 << 63
