@@ -2,9 +2,9 @@
 
 A round moves the same bytes once each way of doing it, one after the other, so that ratios hold although the machine is
 noisy; a ratio is the median over rounds of both values of one round. Sources are in order and targets are scattered, as
-blocks of a cache are. memcpy is one native loop over the same runs, from memory of the other process that this one has
-mapped; the plain socket moves one contiguous buffer with as few calls as it takes, whatever the runs are. A write
-counts from the call to its future's end.
+blocks of a cache are; they come as the planner makes them. memcpy is one native loop over the same runs, from memory of
+the other process that this one has mapped; the plain socket moves one contiguous buffer with as few calls as it takes,
+whatever the runs are. A write counts from the call to its future's end.
 Usage: bench_handoff.py [--rounds N] [--mib N]
 """
 
@@ -34,8 +34,9 @@ from rows import Report
 
 from cache_runtime.shared_memory import MappedMemory, SharedMemory
 from cache_runtime.transfer import create_engine
-from cache_runtime.transfer._native import copy_runs, pack_runs
+from cache_runtime.transfer._native import copy_runs
 from cache_runtime.transfer.engine import NO_KEY, DataPlaneError, PeerLink, Region, Run, TransferEngine
+from cache_runtime.transfer.runs import RunTable
 from cache_runtime.transfer.stream_engine import TlsFiles
 
 BENCH = "handoff"
@@ -141,10 +142,13 @@ def rate(move: Callable[[], object], num_bytes: int) -> float:
     return num_bytes / (time.perf_counter() - began)
 
 
-def scattered(source: int, target: int, num_bytes: int, run_bytes: int) -> list[Run]:
+def scattered(source: int, target: int, num_bytes: int, run_bytes: int) -> RunTable:
     num_runs = num_bytes // run_bytes
-    places = np.random.default_rng(num_runs).permutation(num_runs)
-    return [Run(source + i * run_bytes, target + int(place) * run_bytes, run_bytes) for i, place in enumerate(places)]
+    rows = np.empty((num_runs, 3), dtype=np.int64)
+    rows[:, 0] = source + np.arange(num_runs) * run_bytes
+    rows[:, 1] = target + np.random.default_rng(num_runs).permutation(num_runs) * run_bytes
+    rows[:, 2] = run_bytes
+    return RunTable(rows)
 
 
 def check(bench: Bench, runs: Sequence[Run], name: str) -> None:
@@ -165,7 +169,7 @@ def measure(bench: Bench, report: Report, size: str, num_rounds: int) -> None:
     """Adds the rows of one run length."""
     num_bytes, run_bytes = bench.source.num_bytes, RUN_BYTES[size]
     runs = scattered(bench.source.base_address, bench.target_address, num_bytes, run_bytes)
-    copies = pack_runs(scattered(bench.mapped.base_address, bench.spare.base_address, num_bytes, run_bytes))
+    copies = scattered(bench.mapped.base_address, bench.spare.base_address, num_bytes, run_bytes).rows
     ways: dict[str, Callable[[], object]] = {"memcpy": lambda: copy_runs(copies), "plain socket": bench.send_plain}
     for name, link in bench.links.items():
         if name not in SLOW:

@@ -1,14 +1,21 @@
-"""What `--verify-transfers all` adds to a handoff: one prompt's cache over the data plane between two processes.
+"""What `--verify-transfers all` adds to a handoff: one prompt's cache over a data plane between two processes.
 
 The sender ships every block of every layer, a layer at a time, as a prefill node does for a computed prompt; with
 checksums it hashes beside the transfer and tells of what has landed, and the receiver compares while the rest is on its
-way. Measured is the time until the last byte has landed, and until the last block was compared; both processes and the
-network between them share this machine's cores. Prints one JSON object.
-Usage: bench_verify.py [NUM_TOKENS] [NUM_ROUNDS]
+way. The transfer time counts from the first post until the sender knows that the last byte has landed; the verified one
+until the sender has heard that the last block was compared. Both processes and the network between them share this
+machine's cores, so what hashing takes away from the transfer counts as well.
+
+Rounds go by turns, and what is added is the median over rounds of both times of one round. The floor is what nobody can
+avoid: every byte is read once more on either side, here at the rate of one core hashing the whole arena, spread evenly
+over the cores.
+Usage: bench_verify.py [--tokens N] [--rounds N] [--planes NAME ...]
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -20,22 +27,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
+from rich.console import Console
+from rows import Report
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.recipes.rows import key_value_fields
+from cache_runtime.shared_memory import SharedMemory
 from cache_runtime.transfer import create_engine
+from cache_runtime.transfer.block_spans import block_spans
 from cache_runtime.transfer.checksums import BlockHasher
-from cache_runtime.transfer.engine import Region, TransferEngine
+from cache_runtime.transfer.engine import DataPlaneError, Region, TransferEngine
+from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.planner import plan_block_runs
-from cache_runtime.transfer.schema import PlacementManifest, build_manifest
+from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.messages import Checksums
 from prefill_node.checksums import ChecksumNews, ShippedBlocks, TransferChecksums
 from prefill_node.outgoing import OutgoingTransfer, TransferNews
 
 BLOCK_TOKENS = 64
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 30, 3, 64  # SmolLM2-135M
+PLANES = ("shm", "stream", "mooncake")
+KEY = b"h" * 16
+GOAL_PERCENT = 10.0
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+console = Console(stderr=True)
 
 
 def cache(num_tokens: int) -> CacheMemoryPlan:
@@ -50,27 +66,36 @@ def cache(num_tokens: int) -> CacheMemoryPlan:
     return recipe.setup().plan.layout.bind(num_tokens // BLOCK_TOKENS)
 
 
-def node(num_tokens: int) -> tuple[TransferEngine, npt.NDArray[np.uint8], PlacementManifest]:
+def node(plane: str, num_tokens: int) -> tuple[TransferEngine, SharedMemory, PlacementManifest]:
     plan = cache(num_tokens)
-    memory = np.random.default_rng(0).integers(0, 256, plan.num_arena_bytes, dtype=np.uint8)
-    engine = create_engine("mooncake")
-    engine.register(int(memory.ctypes.data), memory.nbytes)
+    memory = SharedMemory(plan.num_arena_bytes, "bench-arena")
+    contents = np.random.default_rng(os.getpid()).integers(0, 256, memory.num_bytes, dtype=np.uint8)
+    np.frombuffer(memory.mapping, dtype=np.uint8)[:] = contents
+    engine = create_engine(plane)
+    engine.register(memory.base_address, memory.num_bytes, shared_descriptor=memory.descriptor)
     manifest = build_manifest(
         plan,
         stages=[(f"layers.{layer}.k", f"layers.{layer}.v") for layer in range(NUM_LAYERS)],
         model_fingerprint="none",
         weight_version="",
-        arena_base=int(memory.ctypes.data),
+        arena_base=memory.base_address,
         data_plane=engine.name,
         endpoint=engine.endpoint,
     )
     return engine, memory, manifest
 
 
-def receive(num_tokens: int) -> None:
+def blocks_of(num_tokens: int) -> tuple[int, ...]:
+    return tuple(range(1, num_tokens // BLOCK_TOKENS + 1))
+
+
+def receive(plane: str, num_tokens: int) -> None:
     """The peer process: says where it is, then compares what it is told of and answers each line."""
-    _, _, manifest = node(num_tokens)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    engine, _, manifest = node(plane, num_tokens)
     (rank,) = manifest.ranks
+    (group,) = manifest.logical.groups
+    engine.allow(KEY, block_spans(manifest.logical, rank, {group.group_id: blocks_of(num_tokens)}))
     hasher = BlockHasher(rank)
     print(json.dumps({"endpoint": rank.endpoint, "arena_base": rank.arena_base}), flush=True)
     for line in sys.stdin:
@@ -86,31 +111,33 @@ def receive(num_tokens: int) -> None:
 class Sender:
     """Ships the whole cache, with and without checksums."""
 
-    def __init__(self, num_tokens: int, peer: subprocess.Popen[str]) -> None:
+    def __init__(self, plane: str, num_tokens: int, peer: subprocess.Popen[str]) -> None:
         assert peer.stdin is not None
         assert peer.stdout is not None
         self._said, self._heard = peer.stdin, peer.stdout
         target = json.loads(self._heard.readline())
-        engine, self._memory, self.manifest = node(num_tokens)
+        engine, self.memory, self.manifest = node(plane, num_tokens)
         (self._source,) = self.manifest.ranks
         self._target = replace(self._source, arena_base=target["arena_base"])
-        region = Region(base_address=target["arena_base"], num_bytes=self._memory.nbytes)
+        region = Region(base_address=target["arena_base"], num_bytes=self.memory.num_bytes)
         self._link = engine.open_peer(target["endpoint"], [region])
-        self._blocks = tuple(range(1, num_tokens // BLOCK_TOKENS + 1))
+        self._blocks = blocks_of(num_tokens)
         self._hashing = ThreadPoolExecutor(max_workers=1)
+        self.num_bytes = 0
 
     def round(self, *, verify: bool) -> float:
         """Seconds."""
         landed, told = threading.Event(), threading.Event()
-        num_parts = 0
+        num_parts = num_digests = 0
 
         def on_news(_: TransferNews) -> None:
             landed.set()
 
         def on_checksums(news: ChecksumNews) -> None:
-            nonlocal num_parts
+            nonlocal num_parts, num_digests
             if isinstance(news, Checksums):
                 num_parts += 1
+                num_digests += sum(item.num_blocks for item in news.fields)
                 lines = [(item.field_id, item.first_slot, item.digests.hex()) for item in news.fields]
                 self._said.write(json.dumps(lines) + "\n")
                 self._said.flush()
@@ -118,54 +145,85 @@ class Sender:
                 told.set()
 
         begun_at_s = time.perf_counter()
-        transfer = OutgoingTransfer(self._link, on_news, key=b"h" * 16, now_s=time.monotonic, write_timeout_s=60.0)
+        transfer = OutgoingTransfer(self._link, on_news, key=KEY, now_s=time.monotonic, write_timeout_s=60.0)
         checksums = TransferChecksums(
-            BlockHasher(self._source), self._hashing, handoff_id=b"h" * 16, tell=on_checksums, on_fault=print
+            BlockHasher(self._source), self._hashing, handoff_id=KEY, tell=on_checksums, on_fault=print
         )
+        num_bytes = 0
         for stage in self.manifest.logical.stages:
             runs = plan_block_runs(self._source, self._target, stage.field_ids, self._blocks, self._blocks)
             shipped = ShippedBlocks(field_ids=stage.field_ids, first_slot=0, blocks=self._blocks)
             transfer.post(runs, checksums.posting([shipped]) if verify else None)
+            num_bytes += runs.num_bytes
         transfer.complete()
         landed.wait()
         if verify:
             checksums.complete()
             told.wait()
             answers = {self._heard.readline().strip() for _ in range(num_parts)}
-            assert answers == {"same"}, answers
+            num_expected = len(self._blocks) * len(self.manifest.logical.fields)
+            assert (answers, num_digests) == ({"same"}, num_expected), (answers, num_digests)
+        self.num_bytes = num_bytes
+        return time.perf_counter() - begun_at_s
+
+    def hash_once(self) -> float:
+        """Seconds that one core takes to read all of it."""
+        hasher = BlockHasher(self._source)
+        begun_at_s = time.perf_counter()
+        for item in self.manifest.logical.fields:
+            hasher.digests(item.field_id, self._blocks)
         return time.perf_counter() - begun_at_s
 
 
-def main(num_tokens: int, num_rounds: int) -> None:
-    command = [sys.executable, __file__, "receive", str(num_tokens)]
+def measure(plane: str, num_tokens: int, num_rounds: int, report: Report) -> None:
+    command = [sys.executable, __file__, "--receive", plane, "--tokens", str(num_tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        sender = Sender(num_tokens, peer)
+        sender = Sender(plane, num_tokens, peer)
         times: dict[bool, list[float]] = {False: [], True: []}
-        # By turns, so that whatever else the machine does meets both.
-        for _ in range(num_rounds):
-            for verify, seconds in times.items():
-                seconds.append(sender.round(verify=verify))
-        plain, verified = (statistics.median(times[verify]) * 1000 for verify in (False, True))
-        print(
-            json.dumps(
-                {
-                    "num_tokens": num_tokens,
-                    "transfer_ms": round(plain, 1),
-                    "verified_transfer_ms": round(verified, 1),
-                    "best_transfer_ms": round(min(times[False]) * 1000, 1),
-                    "best_verified_transfer_ms": round(min(times[True]) * 1000, 1),
-                    "added_percent": round(100 * (verified / plain - 1), 1),
-                }
-            ),
-            flush=True,
-        )
+        hashing = []
+        # By turns, so that whatever else the machine does meets both. The first round touches memory.
+        for index in range(num_rounds + 1):
+            hashed = sender.hash_once()
+            round_times = {verify: sender.round(verify=verify) for verify in times}
+            if index > 0:
+                hashing.append(hashed)
+                for verify, seconds in round_times.items():
+                    times[verify].append(seconds)
         peer.kill()
+    pairs = tuple(zip(times[False], times[True], strict=True))
+    plain = statistics.median(times[False])
+    floor = 2 * min(hashing) / (os.cpu_count() or 1)
+    added = statistics.median(verified / without - 1 for without, verified in pairs)
+    report.higher(f"{plane}: rate without", sender.num_bytes / plain / 1e9, "GB/s")
+    report.higher(f"{plane}: rate of hashing, one core", sender.num_bytes / min(hashing) / 1e9, "GB/s")
+    report.lower(f"{plane}: transfer", plain * 1000, "ms")
+    report.lower(f"{plane}: verified transfer", statistics.median(times[True]) * 1000, "ms")
+    report.lower(f"{plane}: added", 100 * added, "%", GOAL_PERCENT)
+    report.lower(f"{plane}: floor of what is added", 100 * floor / plain, "%")
+    console.print(f"measured {plane}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--planes", nargs="+", default=list(PLANES), choices=PLANES)
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive is not None:
+        receive(options.receive, options.tokens)
+    report = Report("verify")
+    for plane in options.planes:
+        try:
+            create_engine(plane).close()
+        except DataPlaneError as error:
+            console.print(f"without {plane}: {error}")
+            continue
+        measure(plane, options.tokens, options.rounds, report)
+    report.print()
+    # Native threads of the data planes may still be at work.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["receive"]:
-        receive(int(sys.argv[2]))
-    else:
-        numbers = [int(argument) for argument in sys.argv[1:]]
-        main(*(numbers + [4096, 20][len(numbers) :]))
+    main()

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_runtime.recipes.partition import TensorRank
-from cache_runtime.transfer.engine import Run
 from cache_runtime.transfer.partition import Pieces, plan_pieces
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
+from cache_runtime.transfer.runs import RunTable
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
 from node_runtime.handoff.messages import Grant, GroupGrant
 from prefill_node.checksums import ShippedBlocks, TransferChecksums
@@ -227,9 +227,9 @@ class PrefillSender:
 
     def _take_runs(
         self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int], shipped: list[ShippedBlocks]
-    ) -> tuple[Run, ...]:
+    ) -> RunTable:
         """The runs, and into `shipped` which blocks they move."""
-        runs: list[Run] = []
+        runs: list[RunTable] = []
         tables: Sequence[npt.NDArray[np.int32]] | None = None
         for stage in delivery.open_stages.intersection(stages):
             num_tokens = prompt.num_computed_tokens[stage]
@@ -243,14 +243,14 @@ class PrefillSender:
                 delivery.next_slots[stage][fields.group_index] = end_slot
                 blocks = tables[fields.group_index][begin_slot:end_slot].tolist()
                 shipped.append(ShippedBlocks(field_ids=fields.field_ids, first_slot=begin_slot, blocks=tuple(blocks)))
-                runs.extend(self._plan(delivery, fields, tables[fields.group_index], begin_slot, end_slot))
+                runs.append(self._plan(delivery, fields, tables[fields.group_index], begin_slot, end_slot))
             if is_whole:
                 delivery.open_stages.remove(stage)
-        return coalesce(runs)
+        return coalesce(RunTable.joined(runs))
 
     def _plan(
         self, delivery: _Delivery, fields: _GroupFields, table: npt.NDArray[np.int32], begin_slot: int, end_slot: int
-    ) -> tuple[Run, ...]:
+    ) -> RunTable:
         granted = delivery.grants[fields.group_index]
         targets = granted.block_ids[begin_slot - granted.first_slot : end_slot - granted.first_slot]
         return plan_block_runs(

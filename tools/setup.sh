@@ -63,6 +63,7 @@ missing_packages() {
   command -v g++ >/dev/null || echo g++
   command -v cmake >/dev/null || echo cmake
   command -v make >/dev/null || echo make
+  [ -e /usr/include/xxhash.h ] || echo libxxhash-dev
   # The Mooncake data plane is linked against these.
   local libraries; libraries=$(ldconfig -p 2>/dev/null || /sbin/ldconfig -p)
   grep -q 'libibverbs\.so\.1' <<<"$libraries" || echo libibverbs1

@@ -7,8 +7,23 @@ import numpy.typing as npt
 
 KEY_BYTES: Final[int]
 
+DIGEST_VARIANTS: Final[tuple[str, ...]]
+
+class RunFault(enum.Enum):
+    NONE = 0
+    MALFORMED = 1
+    SOURCE_OUTSIDE = 2
+    TARGET_OUTSIDE = 3
+    WRITTEN_TWICE = 4
+
 def pack_runs(runs: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]: ...
 def copy_runs(runs: npt.NDArray[np.int64]) -> None: ...
+def check_runs(
+    runs: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+) -> tuple[RunFault, int, int]: ...
+def digest_blocks(
+    begins: npt.NDArray[np.int64], extents: npt.NDArray[np.int64], instruction_set: str = ""
+) -> bytes: ...
 
 class NativePermit:
     def revoke(self) -> None: ...

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .engine import MAX_RUN_BYTES, Run
 from .partition import Pieces, merge_neighbours
+from .runs import RunTable
 from .schema import FieldPlacement, RankPlacement
 
 Int64Array = npt.NDArray[np.int64]
@@ -36,7 +37,7 @@ def plan_block_runs(
     group_id: str | None = None,
     pieces: Mapping[str, Pieces] | None = None,
     max_run_bytes: int = MAX_RUN_BYTES,
-) -> tuple[Run, ...]:
+) -> RunTable:
     """Runs that copy `source_blocks[i]` to `target_blocks[i]` of every field, coalesced and split.
 
     Args:
@@ -58,7 +59,7 @@ def plan_block_runs(
     sources, targets = _checked_blocks(source, target, group_id, source_blocks, target_blocks)
     pairs = _paired_fields(source, target, field_ids)
     if not len(sources):
-        return ()
+        return RunTable.of(())
     whole = [pair for pair in pairs if pieces is None or _is_whole(pair, pieces[pair[0].field_id])]
     cut = [] if pieces is None else [(pair, pieces[pair[0].field_id]) for pair in pairs if pair not in whole]
     table = np.concatenate(
@@ -67,19 +68,18 @@ def plan_block_runs(
             *(_piece_runs(source, target, pair, rows, sources, targets) for pair, rows in cut),
         )
     )
-    return _as_runs(_split(table, max_run_bytes)) if len(table) else ()
+    return RunTable(_split(table, max_run_bytes))
 
 
-def coalesce(runs: Sequence[Run], max_run_bytes: int = MAX_RUN_BYTES) -> tuple[Run, ...]:
+def coalesce(runs: Sequence[Run], max_run_bytes: int = MAX_RUN_BYTES) -> RunTable:
     """The same bytes in as few runs as possible: merges runs adjacent on both sides, then splits above the maximum.
 
     The result is ordered by target address. `runs` must not write a byte twice.
     """
-    if not runs:
-        return ()
-    table = np.array(runs, dtype=np.int64).reshape(len(runs), 3)
-    table = table[np.argsort(table[:, 1], kind="stable")]
-    return _as_runs(_split(merge_neighbours(table), max_run_bytes))
+    table = RunTable.of(runs).rows
+    if (table[1:, 1] < table[:-1, 1]).any():
+        table = table[np.argsort(table[:, 1], kind="stable")]
+    return RunTable(_split(merge_neighbours(table), max_run_bytes))
 
 
 def _resolve_group(source: RankPlacement, target: RankPlacement, group_id: str | None) -> str:
@@ -226,7 +226,7 @@ def _split(table: Int64Array, max_run_bytes: int) -> Int64Array:
     if max_run_bytes <= 0:
         raise PlanError(f"max_run_bytes={max_run_bytes} must be positive")
     lengths = table[:, 2]
-    if int(lengths.max()) <= max_run_bytes:
+    if not len(table) or int(lengths.max()) <= max_run_bytes:
         return table
     num_pieces = -(-lengths // max_run_bytes)
     pieces = np.repeat(table, num_pieces, axis=0)
@@ -236,7 +236,3 @@ def _split(table: Int64Array, max_run_bytes: int) -> Int64Array:
     pieces[:, 1] += done_bytes
     pieces[:, 2] = np.minimum(pieces[:, 2] - done_bytes, max_run_bytes)
     return pieces
-
-
-def _as_runs(table: Int64Array) -> tuple[Run, ...]:
-    return tuple(map(Run._make, table.tolist()))

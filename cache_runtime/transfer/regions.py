@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ._native import pack_runs
+from ._native import RunFault, check_runs
 from .engine import KEY_BYTES, MAX_ADDRESS, Region, Run, Spans
+from .runs import RunTable
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,8 +31,8 @@ class RegionSet:
         for left, right in zip(self._regions, self._regions[1:], strict=False):
             if left.overlaps(right):
                 raise ValueError(f"region {right} overlaps region {left}")
-        self._begins = np.array([region.base_address for region in self._regions], dtype=np.int64)
-        self._ends = np.array([region.end_address for region in self._regions], dtype=np.int64)
+        rows = [(region.base_address, region.end_address) for region in self._regions]
+        self.spans: Spans = np.array(rows, dtype=np.int64).reshape(len(rows), 2)
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
@@ -56,8 +57,8 @@ class RegionSet:
             for region in self._regions:
                 inside |= (begins >= region.base_address) & (ends <= region.end_address)
         else:
-            slots = np.searchsorted(self._begins, begins, side="right") - 1
-            inside = (slots >= 0) & (ends <= self._ends[np.maximum(slots, 0)])
+            slots = np.searchsorted(self.spans[:, 0], begins, side="right") - 1
+            inside = (slots >= 0) & (ends <= self.spans[np.maximum(slots, 0), 1])
         return None if bool(inside.all()) else int(np.argmin(inside))
 
 
@@ -96,52 +97,29 @@ def open_regions(regions: Sequence[Region]) -> RegionSet:
 def rejection(runs: Sequence[Run], sources: RegionSet, targets: RegionSet) -> str | None:
     """Why these runs must not be posted, or None when they may be; see `table_rejection`."""
     try:
-        return table_rejection(pack_runs(runs), sources, targets)
+        return table_rejection(RunTable.of(runs), sources, targets)
     except OverflowError:
         return OVERFLOW
 
 
-def table_rejection(table: Int64Array, sources: RegionSet, targets: RegionSet) -> str | None:
-    """Why the runs of `table` must not be posted, or None when they may be.
+def table_rejection(runs: RunTable, sources: RegionSet, targets: RegionSet) -> str | None:
+    """Why these runs must not be posted, or None when they may be.
 
-    `table`: int64[num_runs, 3] of source, target and length. Checked before anything is sent: lengths are positive,
-    every source lies in `sources`, every target in `targets`, and no byte is written twice.
+    Checked before anything is sent: addresses and lengths are positive and bounded, every source lies in `sources`,
+    every target in `targets`, and no byte is written twice.
     """
-    if not len(table):
-        return None
-    source, target, length = table[:, 0], table[:, 1], table[:, 2]
-    return (
-        _bad_number(table)
-        or _outside(sources.first_outside(source, length), table, "source", "this engine's registered memory")
-        or _outside(targets.first_outside(target, length), table, "target", "the regions the link was opened for")
-        or _written_twice(target, length)
-    )
-
-
-def _bad_number(table: Int64Array) -> str | None:
-    # A sum that wraps would pass the range check below, so addresses are bounded first.
-    if table.min() > 0 and table.max() < MAX_ADDRESS:
-        return None
-    index = int(np.argmax((table <= 0).any(axis=1) | (table >= MAX_ADDRESS).any(axis=1)))
-    return f"run {index} is malformed: {Run(*table[index].tolist())}"
-
-
-def _outside(index: int | None, table: Int64Array, side: str, where: str) -> str | None:
-    if index is None:
-        return None
-    source, target, length = table[index].tolist()
-    begin = source if side == "source" else target
-    return f"run {index}: {side} [{begin:#x}, {begin + length:#x}) is outside {where}"
-
-
-def _written_twice(target: Int64Array, length: Int64Array) -> str | None:
-    # Most writes are in order already, and sorting costs as much as all other checks.
-    if bool((target[:-1] + length[:-1] <= target[1:]).all()):
-        return None
-    order = np.argsort(target)
-    begins = target[order]
-    overlaps = begins[:-1] + length[order][:-1] > begins[1:]
-    if not bool(overlaps.any()):
-        return None
-    at = int(np.argmax(overlaps))
-    return f"runs {int(order[at])} and {int(order[at + 1])} write the same target bytes"
+    fault, first, second = check_runs(runs.rows, sources.spans, targets.spans)
+    match fault:
+        case RunFault.NONE:
+            return None
+        case RunFault.MALFORMED:
+            return f"run {first} is malformed: {runs[first]}"
+        case RunFault.SOURCE_OUTSIDE:
+            begin, length = runs[first].source_address, runs[first].length_bytes
+            return f"run {first}: source [{begin:#x}, {begin + length:#x}) is outside this engine's registered memory"
+        case RunFault.TARGET_OUTSIDE:
+            begin, length = runs[first].target_address, runs[first].length_bytes
+            end = begin + length
+            return f"run {first}: target [{begin:#x}, {end:#x}) is outside the regions the link was opened for"
+        case _:
+            return f"runs {first} and {second} write the same target bytes"

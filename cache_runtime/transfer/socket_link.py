@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ._native import Ending, Outcome, Sender, pack_runs
+from ._native import Ending, Outcome, Sender
 from .engine import (
     KEY_BYTES,
     NO_KEY,
@@ -31,7 +31,8 @@ from .engine import (
     always_wanted,
     failed_write,
 )
-from .regions import OVERFLOW, Int64Array, RegionSet, table_rejection
+from .regions import OVERFLOW, RegionSet, table_rejection
+from .runs import RunTable
 
 _LOG = logging.getLogger(__name__)
 
@@ -144,11 +145,11 @@ class SocketPeerLink:
         if failure is not None:
             raise type(failure)(self._peer, failure.reason)
 
-    def _checked_table(self, runs: Sequence[Run], key: bytes) -> Int64Array:
+    def _checked_table(self, runs: Sequence[Run], key: bytes) -> RunTable:
         if len(key) != KEY_BYTES:
             raise TransferRejected(self._peer, f"key: {len(key)} bytes given, {KEY_BYTES} required")
         try:
-            table = pack_runs(runs)
+            table = RunTable.of(runs)
         except OverflowError:
             raise TransferRejected(self._peer, OVERFLOW) from None
         sources = self._owner.regions if self._sources is None else self._sources
@@ -158,11 +159,11 @@ class SocketPeerLink:
         return table
 
     def _post(
-        self, table: Int64Array, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]
+        self, table: RunTable, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]
     ) -> Future[TransferReport]:
         write = _Write(
             num_runs=len(table),
-            num_bytes=int(table[:, 2].sum()),
+            num_bytes=table.num_bytes,
             timeout_s=timeout_s,
             posted_at_s=self._owner.clock(),
             is_wanted=is_wanted,
@@ -173,7 +174,7 @@ class SocketPeerLink:
             self._check_failure()
             self._num_posted += 1
             self._writes[self._num_posted] = write
-            self._sender.post(self._num_posted, key, table, timeout_s)
+            self._sender.post(self._num_posted, key, table.rows, timeout_s)
         return write.future
 
     def _drive(self) -> bool:

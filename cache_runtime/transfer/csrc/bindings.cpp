@@ -1,21 +1,29 @@
-// Python face of the receiver-fenced data planes: converts, releases the interpreter lock, forwards.
+// Python face of the receiver-fenced data planes and of the checksums: converts, releases the interpreter
+// lock, forwards.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "digest_variants.h"
 #include "grant_table.h"
 #include "receiver.h"
+#include "run_check.h"
 #include "sender.h"
 
 namespace nb = nanobind;
@@ -27,6 +35,7 @@ namespace {
 using Released = nb::call_guard<nb::gil_scoped_release>;
 using Runs = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Spans = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Addresses = nb::ndarray<const std::int64_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 using NewRuns = nb::ndarray<nb::numpy, std::int64_t, nb::shape<-1, 3>>;
 
 Key to_key(const nb::bytes& bytes) {
@@ -39,6 +48,13 @@ Key to_key(const nb::bytes& bytes) {
   return key;
 }
 
+// The rows of a table as they lie in the array.
+template <class Row, class Table>
+std::span<const Row> view_rows(const Table& table) {
+  static_assert(sizeof(Row) % sizeof(std::int64_t) == 0);
+  return {reinterpret_cast<const Row*>(table.data()), table.shape(0)};
+}
+
 // Rows of a table of non-negative numbers. Throws std::invalid_argument for others.
 template <class Row, class Table>
 std::vector<Row> to_rows(const Table& table) {
@@ -47,10 +63,8 @@ std::vector<Row> to_rows(const Table& table) {
   if (std::any_of(begin, end, [](std::int64_t value) { return value < 0; })) {
     throw std::invalid_argument("a table of addresses and lengths has a negative number");
   }
-  std::vector<Row> rows(table.shape(0));
-  static_assert(sizeof(Row) % sizeof(std::int64_t) == 0);
-  std::memcpy(rows.data(), begin, rows.size() * sizeof(Row));
-  return rows;
+  const std::span<const Row> rows = view_rows<Row>(table);
+  return {rows.begin(), rows.end()};
 }
 
 std::int64_t to_int64(PyObject* number) {
@@ -86,6 +100,47 @@ void copy_runs(const Runs& runs) {
     std::memcpy(reinterpret_cast<void*>(piece.target), reinterpret_cast<const void*>(piece.source),
                 piece.num_bytes);
   }
+}
+
+// 8 bytes per block, little-endian.
+nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::string_view instruction_set) {
+  static_assert(std::endian::native == std::endian::little);
+  const auto addresses = view_rows<std::uint64_t>(begins);
+  const std::vector<Extent> parts = to_rows<Extent>(extents);
+  const DigestCore core = choose_digest_core(instruction_set);
+  std::vector<std::uint64_t> digests(addresses.size());
+  {
+    const nb::gil_scoped_release released;
+    core(addresses, parts, digests);
+  }
+  return nb::bytes(reinterpret_cast<const char*>(digests.data()), digests.size() * sizeof(std::uint64_t));
+}
+
+void bind_digests(nb::module_& module) {
+  std::vector<std::string> names;
+  for (const DigestVariant& variant : runnable_digest_variants()) names.emplace_back(variant.name);
+  module.attr("DIGEST_VARIANTS") = nb::tuple(nb::cast(names));
+  module.def("digest_blocks", &digest_blocks, "begins"_a, "extents"_a, "instruction_set"_a = "");
+}
+
+std::tuple<RunFault, std::size_t, std::size_t> check_run_table(const Runs& runs, const Spans& sources,
+                                                               const Spans& targets) {
+  const nb::gil_scoped_release released;
+  const RunVerdict verdict =
+      check_runs(view_rows<Piece>(runs), view_rows<Span>(sources), view_rows<Span>(targets));
+  return {verdict.fault, verdict.first, verdict.second};
+}
+
+void bind_runs(nb::module_& module) {
+  nb::enum_<RunFault>(module, "RunFault")
+      .value("NONE", RunFault::kNone)
+      .value("MALFORMED", RunFault::kMalformed)
+      .value("SOURCE_OUTSIDE", RunFault::kSourceOutside)
+      .value("TARGET_OUTSIDE", RunFault::kTargetOutside)
+      .value("WRITTEN_TWICE", RunFault::kWrittenTwice);
+  module.def("pack_runs", &pack_runs, "runs"_a);
+  module.def("copy_runs", &copy_runs, "runs"_a);
+  module.def("check_runs", &check_run_table, "runs"_a, "sources"_a, "targets"_a);
 }
 
 // A grant and how to end it.
@@ -173,8 +228,8 @@ void bind_sender(nb::module_& module) {
 
 NB_MODULE(_native, module) {
   module.attr("KEY_BYTES") = pdmesh::transfer::kKeyBytes;
-  module.def("pack_runs", &pdmesh::transfer::pack_runs, "runs"_a);
-  module.def("copy_runs", &pdmesh::transfer::copy_runs, "runs"_a);
+  pdmesh::transfer::bind_runs(module);
+  pdmesh::transfer::bind_digests(module);
   pdmesh::transfer::bind_grants(module);
   pdmesh::transfer::bind_receiver(module);
   pdmesh::transfer::bind_sender(module);

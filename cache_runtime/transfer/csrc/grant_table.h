@@ -11,14 +11,9 @@
 #include <vector>
 
 #include "frames.h"
+#include "span.h"
 
 namespace pdmesh::transfer {
-
-// Addresses [begin, end).
-struct Span {
-  std::uint64_t begin;
-  std::uint64_t end;
-};
 
 // Memory granted under one key. Its spans never change; it is live until it is revoked, once.
 class Grant {

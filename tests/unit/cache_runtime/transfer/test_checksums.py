@@ -10,6 +10,7 @@ import pytest
 import xxhash
 from unit.cache_runtime.transfer.manifests import rank
 
+from cache_runtime.transfer._native import DIGEST_VARIANTS, digest_blocks
 from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.schema import FieldPlacement, GroupBlockCount
 
@@ -54,6 +55,36 @@ def test_any_bit_counts(byte: int) -> None:
     assert before[:DIGEST_BYTES] == after[:DIGEST_BYTES]
     assert before[DIGEST_BYTES : 2 * DIGEST_BYTES] != after[DIGEST_BYTES : 2 * DIGEST_BYTES]
     assert before[2 * DIGEST_BYTES :] == after[2 * DIGEST_BYTES :]
+
+
+@pytest.mark.parametrize("variant", DIGEST_VARIANTS)
+@pytest.mark.parametrize("num_bytes", [1, 3, 8, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 5000, 1 << 16])
+def test_whatever_the_processor_has_the_digests_are_those_of_the_specification(variant: str, num_bytes: int) -> None:
+    memory = np.random.default_rng(num_bytes).integers(0, 256, 2 * num_bytes + 9, dtype=np.uint8)
+    begins = np.array([0, 9, num_bytes + 1]) + int(memory.ctypes.data)
+    blocks = [memory[begin : begin + num_bytes].tobytes() for begin in (0, 9, num_bytes + 1)]
+    whole = np.array([[0, num_bytes]])
+    expected = b"".join(xxhash.xxh3_64_digest(block)[::-1] for block in blocks)
+    assert digest_blocks(begins, whole, variant) == expected
+    # In two pieces that do not touch, and not in the order of their addresses.
+    cut = num_bytes // 2
+    pieces = np.array([[cut + 1, num_bytes - cut - 1], [0, cut]])
+    expected = b"".join(xxhash.xxh3_64_digest(block[cut + 1 :] + block[:cut])[::-1] for block in blocks)
+    assert digest_blocks(begins, pieces, variant) == expected
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused() -> None:
+    assert DIGEST_VARIANTS[-1] == "baseline"
+    with pytest.raises(ValueError, match='"mmx" does not run'):
+        digest_blocks(np.array([1]), np.array([[0, 1]]), "mmx")
+
+
+def test_no_byte_outside_of_the_arena_is_read() -> None:
+    hasher, _ = arena(BLOCK_BYTES, 0, fill=0)
+    for bad in (-1, 1024 // BLOCK_BYTES, 1 << 40):
+        with pytest.raises(ValueError, match="arena_bytes=1024"):
+            hasher.digests("k", [1, bad])
+    assert hasher.digests("k", []) == b""
 
 
 def test_a_field_that_the_placement_lacks_is_an_error() -> None:

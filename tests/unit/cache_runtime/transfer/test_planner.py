@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unit.cache_runtime.transfer.manifests import BLOCK_BYTES, FIELD_IDS, rank
 
 from cache_runtime.transfer.planner import MAX_RUN_BYTES, PlanError, Run, coalesce, plan_block_runs
+from cache_runtime.transfer.runs import RunTable
 from cache_runtime.transfer.schema import FieldPlacement, GroupBlockCount, RankPlacement
 
 SOURCE_BASE, TARGET_BASE = 1000, 500_000
@@ -102,7 +103,7 @@ def copy_runs(case: Case, runs: Sequence[Run]) -> np.ndarray:
     return target
 
 
-def plan(case: Case) -> tuple[Run, ...]:
+def plan(case: Case) -> RunTable:
     return plan_block_runs(
         case.source,
         case.target,
@@ -168,9 +169,9 @@ def test_long_runs_are_split_at_the_maximum() -> None:
 
 
 def test_nothing_to_copy_is_no_runs() -> None:
-    assert plan_block_runs(rank(), rank(), FIELD_IDS, [], []) == ()
-    assert plan_block_runs(rank(), rank(), [], [1], [1]) == ()
-    assert coalesce([]) == ()
+    assert not plan_block_runs(rank(), rank(), FIELD_IDS, [], [])
+    assert not plan_block_runs(rank(), rank(), [], [1], [1])
+    assert not coalesce([])
 
 
 @pytest.mark.parametrize("bad", [0, -1, 10, 1 << 31, 1 << 63, 1 << 70])
