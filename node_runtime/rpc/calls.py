@@ -26,7 +26,7 @@ from node_runtime.errors import (
     RequestCancelled,
 )
 from node_runtime.log_context import call_scope
-from node_runtime.rpc.access import AccessPolicy, Caller
+from node_runtime.rpc.access import AccessPolicy, Caller, Credentials
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import detail_of, status_of, trailers_of
 from node_runtime.rpc.status_details import make_details
@@ -152,62 +152,85 @@ class CallGuard(grpc.aio.ServerInterceptor):
         transport: grpc.aio.ServicerContext[bytes, ResponseT],
         details: grpc.HandlerCallDetails,
     ) -> ResultT:
-        """Runs one handler to its end and turns whatever it raises into a status."""
-        task = cast("asyncio.Task[object]", asyncio.current_task())
-        if not details.method.startswith(_ABOUT_THE_NODE):
-            self._running[task] = details.method
+        """Runs one gRPC handler to its end and turns whatever it raises into a status."""
         try:
-            with call_scope(), self._telemetry.continued(details.invocation_metadata):
-                return await self._run_bounded(body, transport, details)
+            return await self.guarded(
+                body,
+                method=details.method,
+                peer=transport.peer(),
+                limit_s=cast("float | None", transport.time_remaining()),
+                metadata=details.invocation_metadata,
+                credentials=_ShownCredentials(transport, details.invocation_metadata),
+            )
+        except NodeError as error:
+            await _refuse(transport, error)
+
+    async def guarded(
+        self,
+        body: Callable[[ServerCall], Awaitable[ResultT]],
+        *,
+        method: str,
+        peer: str,
+        limit_s: float | None,
+        metadata: Iterable[tuple[str, str | bytes]],
+        credentials: Credentials,
+    ) -> ResultT:
+        """Runs a call, whatever it came over: admitted, counted, under a deadline, in its caller's trace, refused while
+        draining.
+
+        `limit_s` None takes the default deadline. Raises NodeError for all that goes wrong, and CancelledError when the
+        running task was cancelled because its caller gave up.
+        """
+        task = cast("asyncio.Task[object]", asyncio.current_task())
+        if not method.startswith(_ABOUT_THE_NODE):
+            self._running[task] = method
+        try:
+            with call_scope(), self._telemetry.continued(metadata):
+                try:
+                    caller = self._access.admit(method, credentials)
+                    call = ServerCall(peer, caller)
+                    limit_s = self._default_deadline_s if limit_s is None else limit_s
+                    return await self._run_bounded(lambda: body(call), method, limit_s)
+                except NodeError as error:
+                    _log.info("%s ended in %s: %s", method, status_of(error).name, error)
+                    raise
         finally:
             self._running.pop(task, None)
             self._evicted.discard(task)
 
-    async def _run_bounded(
-        self,
-        body: Callable[[ServerCall], Awaitable[ResultT]],
-        transport: grpc.aio.ServicerContext[bytes, ResponseT],
-        details: grpc.HandlerCallDetails,
-    ) -> ResultT:
-        method = details.method
-        asked_s = cast("float | None", transport.time_remaining())
-        limit_s = self._default_deadline_s if asked_s is None else asked_s
+    async def _run_bounded(self, body: Callable[[], Awaitable[ResultT]], method: str, limit_s: float) -> ResultT:
         timeout = asyncio.timeout(limit_s)
         try:
-            caller = self._access.admit(method, _ShownCredentials(transport, details.invocation_metadata))
             if self._is_draining and not method.startswith(_ABOUT_THE_NODE):
                 raise NodeDraining(self._node_id, f"node {self._node_id} is draining")
             with deadline_within(limit_s):
                 async with timeout:
-                    return await body(ServerCall(transport.peer(), caller))
+                    return await body()
         except asyncio.CancelledError:
-            await self._end_cancelled(transport, method)
-        except NodeError as error:
-            await _refuse(transport, method, error)
+            raise self._why_cancelled(method) from None
+        except NodeError:
+            raise
         except Exception as error:
             if timeout.expired() and isinstance(error, TimeoutError):
-                await _refuse(transport, method, DeadlineExceeded(f"deadline of {limit_s:.3f} s exceeded"))
+                raise DeadlineExceeded(f"deadline of {limit_s:.3f} s exceeded") from None
             _log.exception("%s failed", method)
-            await _refuse(
-                transport, method, InternalError(f"internal error; the log of node {self._node_id} has the details")
-            )
+            raise InternalError(f"internal error; the log of node {self._node_id} has the details") from error
 
-    async def _end_cancelled(self, transport: grpc.aio.ServicerContext[bytes, ResponseT], method: str) -> NoReturn:
+    def _why_cancelled(self, method: str) -> BaseException:
+        """What a cancelled call raises: CancelledError only when its caller gave up."""
         task = cast("asyncio.Task[object]", asyncio.current_task())
         if task in self._evicted:
             task.uncancel()
-            message = f"node {self._node_id} stopped before the call was done"
-            await _refuse(transport, method, NodeDraining(self._node_id, message))
+            return NodeDraining(self._node_id, f"node {self._node_id} stopped before the call was done")
         if task.cancelling():
             _log.info("%s cancelled by the caller", method)
-            raise asyncio.CancelledError
+            return asyncio.CancelledError()
         # Nobody cancelled the call: something the handler awaited was cancelled. gRPC would leave the client waiting.
-        await _refuse(transport, method, RequestCancelled("the work of this call was cancelled"))
+        return RequestCancelled("the work of this call was cancelled")
 
 
-async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], method: str, error: NodeError) -> NoReturn:
+async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:
     code = status_of(error)
-    _log.info("%s ended in %s: %s", method, code.name, error)
     message = detail_of(error)
     await transport.abort(code, message, (*make_details(error, code.value[0], message), *trailers_of(error)))
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar, cast
 
 import grpc
 
 from node_runtime.config import NodeConfig
 from node_runtime.errors import BadConfig, NodeError, PortInUse
-from node_runtime.rpc.access import AccessPolicy, MeshAccess, OpenAccess
+from node_runtime.rpc.access import AccessPolicy, Credentials, MeshAccess, OpenAccess
 from node_runtime.rpc.address import format_address
 from node_runtime.rpc.calls import CallGuard
+from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.health import Health, add_reflection
 from node_runtime.rpc.options import server_options
 from node_runtime.rpc.telemetry import Telemetry
@@ -26,6 +27,7 @@ from node_runtime.rpc.tls import transport_for
 from node_runtime.rpc.transport import Transport
 
 ServicerT = TypeVar("ServicerT")
+ResultT = TypeVar("ResultT")
 
 _FAREWELL_S = 0.2
 
@@ -98,6 +100,26 @@ class RpcServer:
         an async generator when responses are streamed.
         """
         self._adders.append(lambda server: adder(cast("ServicerT", servicer), server))
+
+    async def run_call(
+        self,
+        body: Callable[[RpcContext], Awaitable[ResultT]],
+        *,
+        method: str,
+        peer: str,
+        limit_s: float | None,
+        metadata: Iterable[tuple[str, str | bytes]],
+        credentials: Credentials,
+    ) -> ResultT:
+        """Runs a call that came by another way than gRPC under the rules of this server: who may call `method`, default
+        deadline, the caller's trace, drain. `peer` is for the log.
+
+        Raises NodeError for all that goes wrong, and CancelledError when the running task was cancelled because its
+        caller gave up.
+        """
+        return await self._guard.guarded(
+            body, method=method, peer=peer, limit_s=limit_s, metadata=metadata, credentials=credentials
+        )
 
     async def start(self) -> int:
         """Listens and serves; health says NOT_SERVING until `set_serving`. Returns the port.
