@@ -8,13 +8,14 @@ loop serves everybody.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pdmesh.v1 import decode_pb2, inference_pb2
 
-from model_runtime.text.chat_template import ROLES, ChatMessage
+from model_runtime.text.chat_template import ROLES, ChatMessage, JsonObject
 from model_runtime.text.errors import ChatTemplateError
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.errors import InvalidRequest, UnknownModel
@@ -32,6 +33,7 @@ from node_runtime.request_rules import (
 from router_node.node_pool import TokenLimits
 
 DEFAULT_MAX_TOKENS = 256
+MAX_TOOLS = 128
 _INLINE_PROMPT_BYTES = 4096
 _SEED_BITS = 64
 
@@ -158,8 +160,15 @@ class RequestPreparer:
                 message.role in ROLES,
                 f'prompt.chat.messages[{index}].role: "{message.role}" given, one of {", ".join(ROLES)} required',
             )
-        num_bytes = sum(len(message.content.encode()) for message in chat.messages)
+        require(
+            len(chat.tools_json) <= MAX_TOOLS,
+            f"prompt.chat.tools_json: {len(chat.tools_json)} given, at most {MAX_TOOLS} allowed",
+        )
+        num_bytes = sum(len(text.encode()) for text in _texts(chat))
         self._check_bytes("prompt.chat", num_bytes, self._limits.max_prompt_bytes)
+        _read_tools(chat)
+        for index, message in enumerate(chat.messages):
+            _read_message(message, index)
         require(self._tokenizer.has_chat_template, "prompt.chat: the model has no chat template; send text or tokens")
 
     def _check_bytes(self, field: str, num_bytes: int, limit: int) -> None:
@@ -168,12 +177,47 @@ class RequestPreparer:
     def _encode(self, request: inference_pb2.GenerateRequest) -> list[int]:
         if request.WhichOneof("prompt") == "text":
             return self._tokenizer.encode(request.text, add_special=True)
-        messages = [ChatMessage(role=message.role, content=message.content) for message in request.chat.messages]
+        messages = [_read_message(message, index) for index, message in enumerate(request.chat.messages)]
         try:
-            return self._tokenizer.encode_chat(messages)
+            return self._tokenizer.encode_chat(messages, _read_tools(request.chat))
         except ChatTemplateError as error:
             raise InvalidRequest(f"prompt.chat: {error}") from None
 
     def _stop_token_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
         own = () if request.ignore_eos else self._tokenizer.eos_token_ids
         return list(dict.fromkeys((*own, *request.stop_token_ids)))
+
+
+def _texts(chat: inference_pb2.ChatPrompt) -> Iterator[str]:
+    """All that a template may show."""
+    yield from chat.tools_json
+    for message in chat.messages:
+        yield from (message.content, message.tool_call_id, message.name, *message.tool_calls_json)
+
+
+def _read_tools(chat: inference_pb2.ChatPrompt) -> tuple[JsonObject, ...]:
+    """Raises InvalidRequest."""
+    return tuple(_read_object(f"prompt.chat.tools_json[{index}]", text) for index, text in enumerate(chat.tools_json))
+
+
+def _read_message(message: inference_pb2.ChatMessage, index: int) -> ChatMessage:
+    """Of a message whose role is known. Raises InvalidRequest."""
+    field = f"prompt.chat.messages[{index}].tool_calls_json"
+    calls = (_read_object(f"{field}[{place}]", text) for place, text in enumerate(message.tool_calls_json))
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _read_object(field: str, text: str) -> JsonObject:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field}: {type(value).__name__} given, a JSON object required")
+    return value

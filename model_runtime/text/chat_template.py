@@ -11,7 +11,7 @@ Source: chat templates as documented by the transformers library, "Chat template
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NoReturn
@@ -27,16 +27,29 @@ from model_runtime.text.errors import ChatTemplateError
 ROLES = ("system", "user", "assistant", "tool")
 
 
+# A value of JSON, for the template to walk through.
+JsonObject = Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One turn. `role` is one of ROLES."""
+    """One turn. `role` is one of ROLES; the template sees the other fields where they are not empty."""
 
     role: str
     content: str
+    tool_calls: tuple[JsonObject, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"role: {self.role!r} is not one of {', '.join(ROLES)}")
+
+    def for_template(self) -> dict[str, object]:
+        """The message under the names that templates are written for."""
+        optional = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
+        given = {name: value for name, value in optional.items() if value}
+        return {"role": self.role, "content": self.content, **given}
 
 
 class ChatTemplate:
@@ -67,11 +80,15 @@ class ChatTemplate:
         self._bos_token = bos_token
         self._eos_token = eos_token
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt for the assistant's next turn. Raises ChatTemplateError with the template's own reason."""
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject] = ()) -> str:
+        """The prompt for the assistant's next turn. Raises ChatTemplateError with the template's own reason.
+
+        A template that knows no tools does not mention them; without tools it is not told of any.
+        """
         try:
             return self._template.render(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
+                messages=[message.for_template() for message in messages],
+                tools=list(tools) or None,
                 add_generation_prompt=True,
                 bos_token=self._bos_token,
                 eos_token=self._eos_token,

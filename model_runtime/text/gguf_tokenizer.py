@@ -27,6 +27,7 @@ _SCORES_KEY = f"{_PREFIX}scores"
 _MODEL_KEY = f"{_PREFIX}model"
 _PRE_KEY = f"{_PREFIX}pre"
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+_TOOL_TEMPLATE_KEY = "tokenizer.chat_template.tool_use"
 
 
 class _TokenType(IntEnum):
@@ -199,6 +200,8 @@ def _finish(
     ends = [_special_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
     add_bos = metadata.find_bool(f"{_PREFIX}add_bos_token")
     add_eos = metadata.find_bool(f"{_PREFIX}add_eos_token")
+    bos_token = "" if bos_id is None else tokens[bos_id]
+    eos_token = "" if eos_id is None else tokens[eos_id]
     silent_kinds = (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.UNUSED)
     return TokenizerModel(
         backend=backend,
@@ -212,9 +215,8 @@ def _finish(
         suffix_token_ids=(eos_id,) if eos_id is not None and add_eos else (),
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         max_context_tokens=_context_tokens(metadata),
-        chat_template=_chat_template(
-            metadata, "" if bos_id is None else tokens[bos_id], "" if eos_id is None else tokens[eos_id]
-        ),
+        chat_template=_template(metadata, _CHAT_TEMPLATE_KEY, bos_token, eos_token),
+        tool_template=_template(metadata, _TOOL_TEMPLATE_KEY, bos_token, eos_token),
     )
 
 
@@ -252,6 +254,6 @@ def _context_tokens(metadata: GgufMetadata) -> int:
     return context_tokens
 
 
-def _chat_template(metadata: GgufMetadata, bos_token: str, eos_token: str) -> ChatTemplate | None:
-    source = metadata.find_string(_CHAT_TEMPLATE_KEY)
+def _template(metadata: GgufMetadata, key: str, bos_token: str, eos_token: str) -> ChatTemplate | None:
+    source = metadata.find_string(key)
     return None if source is None else ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)

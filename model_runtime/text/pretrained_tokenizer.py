@@ -24,6 +24,7 @@ _CONFIG_FILE = "config.json"
 _TEXTS_FILE = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _DEFAULT_TEMPLATE_NAME = "default"
+_TOOL_TEMPLATE_NAME = "tool_use"
 
 
 class _File(BaseModel):
@@ -73,6 +74,7 @@ def load_pretrained_tokenizer(directory: Path) -> TokenizerModel:
     eos_token_id = model.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     vocabulary = _vocabulary(directory, backend, model.vocab_size)
     chat_template = _chat_template(directory, texts)
+    tool_template = _compiled(_template_source(texts, _TOOL_TEMPLATE_NAME), texts)
     try:
         return TokenizerModel(
             backend=backend,
@@ -82,6 +84,7 @@ def load_pretrained_tokenizer(directory: Path) -> TokenizerModel:
             eos_token_ids=_as_tuple(eos_token_id),
             max_context_tokens=model.max_position_embeddings,
             chat_template=chat_template,
+            tool_template=tool_template,
         )
     except ValueError as error:
         raise TokenizerError(f"{directory}: {error}") from error
@@ -92,7 +95,7 @@ def pretrained_has_chat_template(directory: Path) -> bool:
     if (directory / _TEMPLATE_FILE).is_file():
         return True
     texts = _read_optional(directory / _TEXTS_FILE, _TokenizerConfig) or _TokenizerConfig()
-    return _template_source(texts) is not None
+    return _template_source(texts, _DEFAULT_TEMPLATE_NAME) is not None
 
 
 def _load_backend(path: Path) -> Tokenizer:
@@ -150,17 +153,22 @@ def _decoder_types(decoder: JsonValue) -> Iterator[str]:
 
 def _chat_template(directory: Path, texts: _TokenizerConfig) -> ChatTemplate | None:
     path = directory / _TEMPLATE_FILE
-    source = path.read_text(encoding="utf-8") if path.is_file() else _template_source(texts)
+    source = path.read_text(encoding="utf-8") if path.is_file() else _template_source(texts, _DEFAULT_TEMPLATE_NAME)
+    return _compiled(source, texts)
+
+
+def _compiled(source: str | None, texts: _TokenizerConfig) -> ChatTemplate | None:
     if source is None:
         return None
     return ChatTemplate(source, bos_token=_token_text(texts.bos_token), eos_token=_token_text(texts.eos_token))
 
 
-def _template_source(texts: _TokenizerConfig) -> str | None:
+def _template_source(texts: _TokenizerConfig, name: str) -> str | None:
+    """The template of that name; the only one of a file that names none is the default."""
     if isinstance(texts.chat_template, tuple):
         named = {entry.name: entry.template for entry in texts.chat_template}
-        return named.get(_DEFAULT_TEMPLATE_NAME)
-    return texts.chat_template
+        return named.get(name)
+    return texts.chat_template if name == _DEFAULT_TEMPLATE_NAME else None
 
 
 def _token_text(token: str | _TokenContent | None) -> str:

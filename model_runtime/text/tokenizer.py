@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from model_runtime.text.chat_template import ChatMessage
+from model_runtime.text.chat_template import ChatMessage, JsonObject
 from model_runtime.text.errors import ChatTemplateError, TokenizerError
 from model_runtime.text.gguf_tokenizer import gguf_has_chat_template, load_gguf_tokenizer
 from model_runtime.text.pretrained_tokenizer import load_pretrained_tokenizer, pretrained_has_chat_template
@@ -73,18 +73,20 @@ class Tokenizer:
             return token_ids
         return [*self._model.prefix_token_ids, *token_ids, *self._model.suffix_token_ids]
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject] = ()) -> list[int]:
         """Token ids of the messages in the model's chat format, ready for the assistant's turn.
 
         Raises ChatTemplateError when the model has no template or its template refuses.
         """
-        return self.encode(self.render_chat(messages), add_special=False)
+        return self.encode(self.render_chat(messages, tools), add_special=False)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject] = ()) -> str:
         """The text that `encode_chat` encodes."""
         if self._model.chat_template is None:
             raise ChatTemplateError("the model has no chat template; send text or token ids instead")
-        return self._model.chat_template.render(messages)
+        if tools and self._model.tool_template is not None:
+            return self._model.tool_template.render(messages, tools)
+        return self._model.chat_template.render(messages, tools)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to a text; none for control tokens. Raises IndexError outside the vocabulary."""

@@ -13,7 +13,9 @@ from model_runtime.text.vocabulary import Vocabulary
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerModel:
     """`prefix_token_ids` and `suffix_token_ids` go around a text that is encoded with special tokens, in addition to
-    what the backend's own post-processor does."""
+    what the backend's own post-processor does. `tool_template` takes the place of `chat_template` where tools are
+    given.
+    """
 
     backend: tokenizers.Tokenizer
     vocabulary: Vocabulary
@@ -22,6 +24,7 @@ class TokenizerModel:
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
     chat_template: ChatTemplate | None
+    tool_template: ChatTemplate | None = None
 
     def __post_init__(self) -> None:
         vocab_size = len(self.vocabulary.tokens)

@@ -15,6 +15,7 @@ from router_node.request_preparation import PromptLimits, RequestPreparer
 
 LIMITS = PromptLimits(max_prompt_bytes=40, max_stop_bytes=4)
 EOS = 256
+_HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -36,6 +37,14 @@ def _chat(*roles_and_contents: tuple[str, str]) -> inference_pb2.ChatPrompt:
         ({"chat": _chat()}, "prompt.chat.messages: empty"),
         ({"chat": _chat(("user", "a"), ("robot", "b"))}, r'messages\[1\].role: "robot" given, one of system, user'),
         ({"chat": _chat(("user", "a" * 20), ("user", "b" * 21))}, "prompt.chat: 41 bytes given, at most 40"),
+        ({"chat": {"messages": _HI, "tools_json": ["{"]}}, r"prompt.chat.tools_json\[0\]: no JSON"),
+        ({"chat": {"messages": _HI, "tools_json": ["[" * 30]}}, r"prompt.chat.tools_json\[0\]: no JSON"),
+        ({"chat": {"messages": _HI, "tools_json": ["{}"] * 129}}, "prompt.chat.tools_json: 129 given, at most 128"),
+        ({"chat": {"messages": _HI, "tools_json": ["{}" + " " * 37]}}, "prompt.chat: 41 bytes given, at most 40"),
+        (
+            {"chat": {"messages": [{"role": "assistant", "tool_calls_json": ["{}", "3"]}]}},
+            r"prompt.chat.messages\[0\].tool_calls_json\[1\]: int given, a JSON object required",
+        ),
         ({"tokens": inference_pb2.TokenPrompt()}, "prompt.tokens.token_ids: empty"),
         ({"tokens": {"token_ids": [1, 257]}}, r"prompt.tokens.token_ids: token 257 is outside \[0, 257\)"),
         ({"text": "a", "max_tokens": 0}, "max_tokens: 0 given, at least 1"),

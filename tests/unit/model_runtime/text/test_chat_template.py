@@ -43,6 +43,23 @@ def test_loop_controls_generation_blocks_json_and_dates_are_available() -> None:
     assert _render(source) == "be brief|\"<b> & 'q'\"|26 Jul 2024"
 
 
+def test_tools_calls_and_names_are_passed_where_there_are_any() -> None:
+    source = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}|{{ message.name }}"
+        "{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}"
+        "{{ message.tool_call_id }}{% endfor %}"
+    )
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    call = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    turns = (
+        ChatMessage(role="user", content="hi"),
+        ChatMessage(role="assistant", content="", tool_calls=(call,)),
+        ChatMessage(role="tool", content="sunny", tool_call_id="7", name="weather"),
+    )
+    assert template.render(turns, [{"type": "function"}]) == '[{"type": "function"}]||Paris|weather7'
+    assert template.render(turns[:1]) == "|"
+
+
 def test_the_templates_own_refusal_reaches_the_caller() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         _render("{{ raise_exception('roles must alternate') }}")

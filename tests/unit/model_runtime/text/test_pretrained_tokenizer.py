@@ -53,9 +53,10 @@ def test_the_chat_template_is_found_in_each_of_its_places(checkpoint: Path) -> N
     config = {"eos_token": {"content": "<|end|>"}, "chat_template": "{{ messages[0].content }}{{ eos_token }}"}
     _write(checkpoint, "tokenizer_config.json", config)
     assert load_tokenizer(checkpoint).encode_chat(_USER) == [ord("h"), ord("i"), 256]
-    named = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "template": "named"}]
+    named = [{"name": "tool_use", "template": "with tools"}, {"name": "default", "template": "named"}]
     _write(checkpoint, "tokenizer_config.json", {"chat_template": named})
     assert load_tokenizer(checkpoint).render_chat(_USER) == "named"
+    assert load_tokenizer(checkpoint).render_chat(_USER, [{"type": "function"}]) == "with tools"
     (checkpoint / "chat_template.jinja").write_text("own file", encoding="utf-8")
     assert load_tokenizer(checkpoint).render_chat(_USER) == "own file"
 
