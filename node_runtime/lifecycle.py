@@ -130,16 +130,19 @@ async def _start_and_wait(start: Callable[[], Awaitable[None]], request: StopReq
     return request.exit_code
 
 
-def announce_ready(*, role: str, node_id: str, address: str) -> None:
+def announce_ready(*, role: str, node_id: str, address: str, http_address: str = "") -> None:
     """Logs that the node listens and, when PDMESH_READY_FILE is set, writes that as JSON into the file it names.
 
-    The file appears whole or not at all. Raises OSError when it cannot be written.
+    `http_address` is empty for a node that serves no HTTP. The file appears whole or not at all. Raises OSError when it
+    cannot be written.
     """
     _log.info("%s node %s is ready at %s", role, node_id, address)
     target = os.environ.get(READY_FILE_VARIABLE)
     if not target:
         return
     facts = {"role": role, "node_id": node_id, "address": address, "pid": os.getpid()}
+    if http_address:
+        facts["http_address"] = http_address
     directory = Path(target).absolute().parent
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".ready-", delete=False) as file:
         json.dump(facts, file)

@@ -58,6 +58,8 @@ class Announcement:
     node_id: str
     address: str
     pid: int
+    http_address: str = ""
+    """host:port of its HTTP API; empty where it has none."""
 
 
 def parse_announcement(text: str) -> Announcement:
@@ -73,6 +75,7 @@ def parse_announcement(text: str) -> Announcement:
         node_id=str(content["node_id"]),
         address=str(content["address"]),
         pid=int(content["pid"]),
+        http_address=str(content.get("http_address", "")),
     )
 
 

@@ -30,7 +30,7 @@ from pdmesh_cli.identity import TOKEN_VARIABLE, identity_of
 from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.sim import simulate_mesh
-from pdmesh_cli.up import DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
+from pdmesh_cli.up import DEFAULT_HTTP_PORT, DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
 
@@ -220,6 +220,16 @@ def _up_options(
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="<int>", help="Port of the router; 0 takes a free one.")
     ] = DEFAULT_ROUTER_PORT,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="<int>",
+            help=f"Port of the OpenAI-compatible HTTP API; 0 takes a free one. Default: {DEFAULT_HTTP_PORT}, or a free "
+            "one with --port 0.",
+        ),
+    ] = None,
     log_level: _LogLevel = "info",
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send traces there instead of to the embedded collector.")
@@ -238,6 +248,7 @@ def _up_options(
         num_threads=num_threads,
         host=host,
         port=port,
+        http_port=http_port,
         log_level=log_level,
         otlp_endpoint=otlp_endpoint,
         show_waterfalls=waterfall,

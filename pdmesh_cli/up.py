@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from node_runtime.errors import BadConfig
+from node_runtime.rpc import format_address
 from pdmesh_cli.child import Announcement, LogSink
 from pdmesh_cli.collector import Collector
 from pdmesh_cli.flags import FlagValue, flags_for
@@ -30,6 +32,7 @@ from pdmesh_cli.trace_store import TraceStore
 from pdmesh_cli.waterfall import Waterfall
 
 DEFAULT_ROUTER_PORT = 7700
+DEFAULT_HTTP_PORT = 7780
 # Nodes export every 200 ms; a trace whose root is here is whole a little later.
 _TRACE_SETTLE_S = 0.6
 # From the announcement of the router, when all nodes listen already: decode nodes still prove their data plane.
@@ -48,12 +51,21 @@ class UpOptions:
     num_threads: int | None = None
     host: str = "127.0.0.1"
     port: int = DEFAULT_ROUTER_PORT
+    http_port: int | None = None
+    """None: the default one, or a free one where the router's own port is to be a free one."""
     log_level: str = "info"
     otlp_endpoint: str | None = None
     """An external collector; None: the embedded one."""
     show_waterfalls: bool = False
     compute_values: Mapping[str, FlagValue] = field(default_factory=dict)
     """Further options of the compute nodes, by field name."""
+
+    @property
+    def chosen_http_port(self) -> int:
+        """0: a free one."""
+        if self.http_port is not None:
+            return self.http_port
+        return DEFAULT_HTTP_PORT if self.port else 0
 
 
 def mesh_plan(options: UpOptions, model_path: Path, otlp_endpoint: str) -> MeshPlan:
@@ -62,7 +74,11 @@ def mesh_plan(options: UpOptions, model_path: Path, otlp_endpoint: str) -> MeshP
     num_threads = options.num_threads or shared_num_threads(num_usable_cores(), num_compute_nodes)
     model: dict[str, FlagValue] = {"model": str(model_path), "served_model_name": served_name(options)}
     common: dict[str, FlagValue] = {"log_level": options.log_level, "otlp_endpoint": otlp_endpoint}
-    router: dict[str, FlagValue] = {"host": options.host, "port": options.port}
+    router: dict[str, FlagValue] = {
+        "host": options.host,
+        "port": options.port,
+        "http": format_address(options.host, options.chosen_http_port),
+    }
     try:
         return MeshPlan(
             num_prefill=options.num_prefill,
@@ -109,6 +125,12 @@ def provide_model(reference: str, console: Console) -> Path:
         return resolve_model(reference, progress=show)
 
 
+def example_request(http_address: str) -> str:
+    """A command line that any model answers."""
+    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+    return f"curl http://{http_address}/v1/completions -H 'content-type: application/json' -d '{body}'"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMesh:
     """A started mesh and the traces of what happens in it."""
@@ -137,9 +159,9 @@ async def running_mesh(
             endpoint = await collector.start()
             stack.push_async_callback(collector.stop)
         plan = mesh_plan(options, model_path, endpoint)
-        if options.port:
+        for port in filter(None, (options.port, options.chosen_http_port)):
             # Known at once instead of when all the models are loaded.
-            check_port_free(options.host, options.port)
+            check_port_free(options.host, port)
 
         nodes: list[Announcement] = []
 
@@ -152,6 +174,8 @@ async def running_mesh(
         with _busy(console, f"starting {names} with {counted(plan.num_threads, 'thread')} each, then the router"):
             router = await mesh.start()
             await mesh.run(wait_until_serving(router.address, timeout_s=_SERVING_TIMEOUT_S))
+        console.print(f"OpenAI-compatible API at http://{router.http_address}/v1, for instance:", highlight=False)
+        console.print(f"  {example_request(router.http_address)}", highlight=False, markup=False, soft_wrap=True)
         yield RunningMesh(mesh=mesh, router=router, nodes=tuple(nodes), traces=traces)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from node_runtime.config import ByteSize, NodeConfig, parse_size
 from node_runtime.errors import InvalidRequest
-from node_runtime.rpc import parse_address
+from node_runtime.rpc import format_address, parse_address
 
 
 class RouterConfig(NodeConfig):
@@ -28,6 +28,10 @@ class RouterConfig(NodeConfig):
     decode: tuple[str, ...] = Field(default=(), description="host:port of a decode node.")
     fused: tuple[str, ...] = Field(
         default=(), description="host:port of a fused node, which needs no prefill node beside it."
+    )
+    http: str = Field(
+        default="",
+        description="host:port to serve the OpenAI-compatible HTTP API at; port 0 takes a free one. Default: nowhere.",
     )
     poll_interval_s: float = Field(
         default=1.0, gt=0, le=60, description="How often nodes are asked while one of them is not usable. Seconds."
@@ -72,6 +76,14 @@ class RouterConfig(NodeConfig):
             except InvalidRequest as error:
                 raise ValueError(str(error)) from None
         return addresses
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, address: str) -> str:
+        try:
+            return address and format_address(*parse_address(address, min_port=0))
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RouterConfig:

@@ -23,6 +23,7 @@ from node_runtime.rpc import (
     StatusMetrics,
     Telemetry,
     Transport,
+    parse_address,
     transport_for,
 )
 from router_node.config import RouterConfig
@@ -30,6 +31,7 @@ from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
 from router_node.live_requests import LiveRequests
 from router_node.node_pool import ComputeRole, NodePool
+from router_node.openai_api import ApiParts, HttpServer, make_app
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
 from router_node.request_metrics import RequestMetrics
@@ -63,7 +65,7 @@ async def serve(config: RouterConfig) -> int:
         routers.append(router)
         await router.start()
         telemetry.serve_metrics(config)
-        announce_ready(role="router", node_id=config.node_id, address=router.address)
+        announce_ready(role="router", node_id=config.node_id, address=router.address, http_address=router.http_address)
 
     async def stop() -> None:
         for router in routers:
@@ -136,12 +138,18 @@ class Router:
         )
         self._background: list[asyncio.Task[None]] = []
         self._is_serving = False
+        self._http: HttpServer | None = None
         self._add_services()
 
     @property
     def address(self) -> str:
         """host:port; meaningful after `start`."""
         return self._server.advertised_address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP API; empty where there is none. Meaningful after `start`."""
+        return "" if self._http is None else self._http.advertised_address
 
     def _add_services(self) -> None:
         config = self._config
@@ -157,10 +165,27 @@ class Router:
             tenants=self._tenants,
         )
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
-        self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(parts))
+        inference = InferenceService(parts)
+        self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+        if config.http:
+            self._http = self._make_http(inference)
         node_service = NodeService(reporter, self._server, self._on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
         self._status_metrics = StatusMetrics(self._telemetry.metrics, node_service.current_status)
+
+    def _make_http(self, inference: InferenceService) -> HttpServer:
+        config = self._config
+        parts = ApiParts(
+            calls=self._server,
+            inference=inference,
+            tokenizer=self._tokenizer,
+            clock=self._clock,
+            model_name=config.model_name(),
+            max_body_bytes=config.max_message_bytes,
+            is_ready=lambda: self._pool.is_ready,
+        )
+        host, port = parse_address(config.http, min_port=0)
+        return HttpServer(make_app(parts), host=host, port=port, advertise_host=config.advertise_host)
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
@@ -178,8 +203,11 @@ class Router:
         )
 
     async def start(self) -> None:
-        """Listens and asks every node once; returns whether or not they answered. Raises PortInUse."""
+        """Listens and asks every node once; returns whether or not they answered. Raises PortInUse or BadConfig."""
         await self._server.start()
+        if self._http is not None:
+            await self._http.start()
+            _log.info("OpenAI-compatible API at http://%s/v1", self.http_address)
         config = self._config
         _log.info("model %s: vocab_size %d", config.model_name(), self._tokenizer.vocab_size)
         _log.info(
@@ -197,6 +225,8 @@ class Router:
     async def stop(self) -> None:
         """Lets running requests finish for the grace period, then stops everything. Copes with a failed start."""
         await self._server.stop(self._config.drain_grace_s)
+        if self._http is not None:
+            await self._http.stop()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -8,7 +8,7 @@ which cancels the call to the decode node.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,18 +53,21 @@ class InferenceService:
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: RpcContext
     ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[self.model_card()])
+
+    def model_card(self) -> inference_pb2.ModelCard:
+        """Name and limits of the model that is served."""
         routing = self._parts.routing
         limits, context_tokens = routing.pool.limits(), routing.tokenizer.max_context_tokens
-        card = inference_pb2.ModelCard(
+        return inference_pb2.ModelCard(
             name=self._parts.model_name,
             context_tokens=context_tokens if limits is None else min(context_tokens, limits.context_tokens),
             vocab_size=routing.tokenizer.vocab_size,
         )
-        return inference_pb2.ListModelsResponse(models=[card])
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: RpcContext
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         parts = self._parts
         operation = _operation(request)
         with (

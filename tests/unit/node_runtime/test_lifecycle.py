@@ -177,6 +177,8 @@ def test_the_ready_file_says_who_listens_where(tmp_path: Path, monkeypatch: pyte
     assert facts.pop("pid") > 0
     assert facts == {"role": "prefill", "node_id": "p1", "address": "127.0.0.1:7"}
     assert list(tmp_path.iterdir()) == [target]
+    announce_ready(role="router", node_id="r1", address="127.0.0.1:7", http_address="127.0.0.1:8")
+    assert json.loads(target.read_text())["http_address"] == "127.0.0.1:8"
 
 
 def test_without_the_variable_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,12 @@ def test_an_announcement_that_is_none_is_refused(text: str, complaint: str) -> N
         parse_announcement(text)
 
 
+def test_an_announcement_may_name_an_http_address() -> None:
+    text = '{"role": "router", "node_id": "r", "address": "a:1", "pid": 1%s}'
+    assert parse_announcement(text % "").http_address == ""
+    assert parse_announcement(text % ', "http_address": "a:2"').http_address == "a:2"
+
+
 def test_exit_statuses_have_words() -> None:
     assert [describe_exit(code) for code in (0, 2, -9, -200)] == [
         "exited with code 0",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from node_runtime.errors import BadConfig
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
 from pdmesh_cli.model_fetch import Progress
-from pdmesh_cli.up import UpOptions, cancelled_by_signals, mesh_plan, provide_model
+from pdmesh_cli.up import UpOptions, cancelled_by_signals, example_request, mesh_plan, provide_model
 
 _PATH = Path("/models/tiny.gguf")
 
@@ -45,7 +47,7 @@ def test_the_options_reach_the_nodes_they_are_meant_for() -> None:
         "--otlp-endpoint=http://127.0.0.1:4317",
     )
     assert plan.compute_arguments == ("--memory=8MiB", "--no-enable-prefix-cache")
-    assert plan.router_arguments == ("--host=127.0.0.1", "--port=7")
+    assert plan.router_arguments == ("--host=127.0.0.1", "--port=7", "--http=127.0.0.1:7780")
     assert (plan.num_prefill, plan.num_decode, plan.num_threads) == (2, 1, 3)
 
 
@@ -57,6 +59,18 @@ def test_a_path_leaves_the_served_name_to_the_nodes() -> None:
 def test_the_served_name_can_be_chosen() -> None:
     plan = mesh_plan(UpOptions(model="smollm2", served_model_name="mine"), _PATH, "c:1")
     assert "--served-model-name=mine" in plan.common_arguments
+
+
+@pytest.mark.parametrize(("port", "http_port", "address"), [(0, None, ":0"), (0, 8, ":8"), (7, 0, ":0"), (7, 8, ":8")])
+def test_the_http_port_is_as_asked_or_free_where_the_routers_is(port: int, http_port: int | None, address: str) -> None:
+    plan = mesh_plan(UpOptions(model="m", port=port, http_port=http_port), _PATH, "c:1")
+    assert plan.router_arguments[-1] == f"--http=127.0.0.1{address}"
+
+
+def test_the_example_request_can_be_pasted_into_a_shell() -> None:
+    words = shlex.split(example_request("127.0.0.1:8"))
+    assert words[:2] == ["curl", "http://127.0.0.1:8/v1/completions"]
+    assert json.loads(words[-1])["prompt"]
 
 
 @pytest.mark.parametrize(("fused", "num_nodes"), [(False, 3), (True, 1)])

@@ -44,9 +44,17 @@ async def start_node() -> AsyncIterator[StartNode]:
 
 @pytest.fixture
 async def start_router(tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
-    running: list[RunningRouter] = []
+    routers: list[Router] = []
+    channels: list[grpc.aio.Channel] = []
 
-    async def start(*nodes: FakeNode, telemetry: Telemetry | None = None, **settings: object) -> RunningRouter:
+    own_tokenizer = tokenizer
+
+    async def start(
+        *nodes: FakeNode,
+        telemetry: Telemetry | None = None,
+        tokenizer: Tokenizer = own_tokenizer,
+        **settings: object,
+    ) -> RunningRouter:
         roles = {
             "prefill": mesh_pb2.NODE_ROLE_PREFILL,
             "decode": mesh_pb2.NODE_ROLE_DECODE,
@@ -61,16 +69,18 @@ async def start_router(tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
             on_fatal=pytest.fail,
             on_drain=pytest.fail,
         )
+        routers.append(router)
         await router.start()
         channel = grpc.aio.insecure_channel(router.address)
+        channels.append(channel)
         stub, node = inference_pb2_grpc.InferenceStub(channel), mesh_pb2_grpc.NodeStub(channel)
-        running.append(RunningRouter(router=router, channel=channel, stub=stub, node=node))
-        return running[-1]
+        return RunningRouter(router=router, channel=channel, stub=stub, node=node)
 
     yield start
-    for each in running:
-        await each.channel.close()
-        await each.router.stop()
+    for channel in channels:
+        await channel.close()
+    for router in routers:
+        await router.stop()
 
 
 @pytest.fixture

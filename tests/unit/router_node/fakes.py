@@ -68,7 +68,8 @@ class Hang:
     """A script step: the decode node says nothing more."""
 
 
-Step = decode_pb2.DecodeResponse | Refusal | Hang
+# An event is a step that waits for it.
+Step = decode_pb2.DecodeResponse | Refusal | Hang | asyncio.Event
 
 
 @dataclass
@@ -136,6 +137,8 @@ class FakeNode:
                     await context.abort(step.code, step.message, step.details)
                 elif isinstance(step, Hang):
                     await asyncio.Event().wait()
+                elif isinstance(step, asyncio.Event):
+                    await step.wait()
                 else:
                     yield step
         except asyncio.CancelledError:

@@ -28,6 +28,7 @@ def test_a_fused_node_or_a_pair_is_enough() -> None:
         ({"model": ""}, "model"),
         ({"max_prompt_bytes": "lots"}, "max_prompt_bytes: expected a size"),
         ({"poll_interval_s": 0}, "poll_interval_s"),
+        ({"http": "7780"}, r"http: expected host:port with a port in \[0, 65535\]"),
     ],
 )
 def test_a_wrong_value_is_refused_by_key(changes: dict[str, object], message: str) -> None:

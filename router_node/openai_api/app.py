@@ -1,0 +1,339 @@
+"""The HTTP endpoints, as an ASGI application.
+
+A request for text runs as a call of the router's own server: same deadline rules, trace, drain and service object as
+over gRPC. The status of an answer is decided when its first text, or its failure, is known, so that a refusal by a
+node is an HTTP status even of a stream. A client that leaves cancels its call. Lives on the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar, cast
+
+from pdmesh.v1 import inference_pb2
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.clock import Clock
+from node_runtime.errors import NodeError, RequestCancelled
+from node_runtime.request_rules import check_request_id
+from node_runtime.rpc import RpcContext
+from router_node.openai_api.answers import AnswerHead, AnswerShape, ChatAnswer, CompletionAnswer, JsonObject
+from router_node.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
+from router_node.openai_api.failures import BadBody, HttpFailure, failure_for
+from router_node.service import InferenceService
+
+DEADLINE_HEADER: Final = "x-pdmesh-timeout-ms"
+REQUEST_ID_HEADER: Final = "x-request-id"
+TRACE_ID_HEADER: Final = "x-pdmesh-trace-id"
+_NS_PER_S: Final = 1_000_000_000
+_MAX_TIMEOUT_MS: Final = 86_400_000
+_JSON: Final = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
+_JSON_TYPE: Final = "application/json"
+# How long the failure of a call may take to be written.
+_FAREWELL_S: Final = 1.0
+
+_log = logging.getLogger("pdmesh.http")
+
+ResultT = TypeVar("ResultT")
+
+
+class CallRunner(Protocol):
+    """Runs calls under the rules of a node; `RpcServer` is one."""
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    async def run_call(
+        self,
+        body: Callable[[RpcContext], Awaitable[ResultT]],
+        *,
+        method: str,
+        peer: str,
+        limit_s: float | None,
+        metadata: Sequence[tuple[str, str | bytes]],
+    ) -> ResultT: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiParts:
+    """What the endpoints need, made by the composition root. `is_ready`: whether a request could be served now."""
+
+    calls: CallRunner
+    inference: InferenceService
+    tokenizer: Tokenizer
+    clock: Clock
+    model_name: str
+    max_body_bytes: int
+    is_ready: Callable[[], bool]
+
+
+def make_app(parts: ApiParts) -> Starlette:
+    """The application with all its endpoints."""
+    models = _Models(parts)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _Generation(parts, ChatBody, ChatAnswer), methods=["POST"]),
+            Route("/v1/completions", _Generation(parts, CompletionBody, CompletionAnswer), methods=["POST"]),
+            Route("/v1/models", models.list_all, methods=["GET"]),
+            Route("/v1/models/{name:path}", models.show_one, methods=["GET"]),
+            Route("/health", models.health, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _refuse_unknown_path, Exception: _report_defect},
+    )
+
+
+async def _refuse_unknown_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = {404: f"{request.url.path}: no such path", 405: f"{request.method}: not allowed for {request.url.path}"}
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    failure = HttpFailure(status=status, message=words.get(status, str(error)), kind="invalid_request_error")
+    return JSONResponse(failure.body(), status_code=status, headers=headers)
+
+
+async def _report_defect(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    failure = HttpFailure(status=500, message="internal error; the router's log has the details", kind="server_error")
+    return JSONResponse(failure.body(), status_code=500)
+
+
+class _Models:
+    """The endpoints that generate nothing."""
+
+    def __init__(self, parts: ApiParts) -> None:
+        self._parts = parts
+        self._created_s = _unix_s(parts.clock)
+
+    async def list_all(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def show_one(self, request: Request) -> Response:
+        name = str(request.path_params["name"])
+        if name != self._parts.model_name:
+            failure = HttpFailure(
+                status=404,
+                message=f'model: "{name}" is not served here, only "{self._parts.model_name}" is',
+                kind="invalid_request_error",
+                param="model",
+                code="model_not_found",
+            )
+            return JSONResponse(failure.body(), status_code=404)
+        return JSONResponse(self._card())
+
+    async def health(self, request: Request) -> Response:
+        is_serving = self._parts.is_ready() and not self._parts.calls.is_draining
+        return JSONResponse(
+            {"status": "serving" if is_serving else "not serving"}, status_code=200 if is_serving else 503
+        )
+
+    def _card(self) -> JsonObject:
+        card = self._parts.inference.model_card()
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "pdmesh",
+            "max_model_len": card.context_tokens,
+        }
+
+
+class _Generation:
+    """The endpoint of one way to ask for text: an ASGI application."""
+
+    def __init__(self, parts: ApiParts, body_kind: type[GenerationBody], shape: type[AnswerShape]) -> None:
+        self._parts = parts
+        self._body_kind = body_kind
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        reply = _Reply(send)
+        try:
+            await self._parts.calls.run_call(
+                lambda context: self._serve(request, receive, reply, context),
+                method=f"{request.method} {request.url.path}",
+                peer="" if request.client is None else f"{request.client.host}:{request.client.port}",
+                limit_s=_asked_limit_s(request.headers.get(DEADLINE_HEADER)),
+                metadata=[(name.lower(), value) for name, value in request.headers.items()],
+            )
+        except NodeError as error:
+            # A client that does not read was what made the call late: it is not waited for again.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL_S):
+                    await reply.fail(failure_for(error, self._body_kind.field_names))
+
+    async def _serve(self, request: Request, receive: Receive, reply: _Reply, context: RpcContext) -> None:
+        content = await _read_body(request, self._parts.max_body_bytes)
+        async with _cancelled_when_gone(receive):
+            request_id = request.headers.get(REQUEST_ID_HEADER, "")
+            check_request_id(request_id, allow_empty=True)
+            request_id = request_id or uuid.uuid4().hex
+            reply.add_header(REQUEST_ID_HEADER, request_id)
+            body = parse_body(self._body_kind, content)
+            asked = body.to_request(request_id)
+            head = AnswerHead(
+                request_id=request_id,
+                model=self._parts.model_name,
+                created_s=_unix_s(self._parts.clock),
+                with_logprobs=body.num_logprobs is not None,
+                with_usage_in_stream=body.wants_usage_in_stream,
+            )
+            shape = self._shape(head, self._parts.tokenizer)
+            async with aclosing(self._parts.inference.Generate(asked, context)) as responses:
+                if body.is_streamed:
+                    await _send_stream(responses, shape, reply)
+                else:
+                    await _send_whole(responses, shape, reply)
+
+
+async def _send_whole(
+    responses: AsyncIterator[inference_pb2.GenerateResponse], shape: AnswerShape, reply: _Reply
+) -> None:
+    deltas: list[inference_pb2.Delta] = []
+    async for response in responses:
+        match response.WhichOneof("event"):
+            case "placement":
+                reply.add_header(TRACE_ID_HEADER, response.placement.trace_id)
+            case "delta":
+                deltas.append(response.delta)
+            case "finish":
+                await reply.send_object(shape.whole(deltas, response.finish))
+
+
+async def _send_stream(
+    responses: AsyncIterator[inference_pb2.GenerateResponse], shape: AnswerShape, reply: _Reply
+) -> None:
+    """Nothing is sent before the first delta: until then a failure can still have a status of its own."""
+    async for response in responses:
+        chunks: list[JsonObject] = []
+        match response.WhichOneof("event"):
+            case "placement":
+                reply.add_header(TRACE_ID_HEADER, response.placement.trace_id)
+                continue
+            case "delta":
+                chunk = shape.chunk(response.delta)
+                chunks += [] if chunk is None else [chunk]
+            case "finish":
+                chunks += shape.closing(response.finish)
+        if not reply.has_begun:
+            chunks[:0] = shape.opening()
+        await reply.send_events(chunks, is_last=response.HasField("finish"))
+
+
+class _Reply:
+    """What goes back to one client. Until `has_begun` a failure becomes a status, after it the end of the stream."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._headers: dict[str, str] = {}
+        self.has_begun = False
+
+    def add_header(self, name: str, value: str) -> None:
+        """To be called before anything is sent; an empty value is none. `value` is printable."""
+        if value:
+            self._headers[name] = value
+
+    async def send_object(self, content: JsonObject) -> None:
+        await self._send_json(200, _encoded(content))
+
+    async def send_events(self, chunks: Sequence[JsonObject], *, is_last: bool) -> None:
+        if not self.has_begun:
+            await self._begin(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
+        events = b"".join(b"data: " + _encoded(chunk) + b"\n\n" for chunk in chunks)
+        await self._write(events + (b"data: [DONE]\n\n" if is_last else b""), is_last=is_last)
+
+    async def fail(self, failure: HttpFailure) -> None:
+        """After the beginning of a stream clients read the failure in an event, and miss its `[DONE]`."""
+        if self.has_begun:
+            await self._write(b"data: " + failure.encoded() + b"\n\n", is_last=True)
+            return
+        await self._send_json(failure.status, failure.encoded(), failure.headers())
+
+    async def _send_json(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        await self._begin(status, _JSON_TYPE, {"content-length": str(len(content)), **(headers or {})})
+        await self._write(content, is_last=True)
+
+    async def _begin(self, status: int, content_type: str, headers: Mapping[str, str] | None = None) -> None:
+        self.has_begun = True
+        fields = {"content-type": content_type, **self._headers, **(headers or {})}
+        # Header values are bytes; what is not Latin-1 travels as UTF-8.
+        raw = [(name.encode("ascii"), value.encode()) for name, value in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, content: bytes, *, is_last: bool) -> None:
+        if content or is_last:
+            await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+
+@asynccontextmanager
+async def _cancelled_when_gone(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the block when the client's connection ends; then raises RequestCancelled. The body has been read."""
+    task = cast("asyncio.Task[object]", asyncio.current_task())
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            raise RequestCancelled("the client left") from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises BadBody, before all of it was read, for one that is too long or of another type."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if not _JSON.fullmatch(content_type):
+        raise BadBody(f'content-type: "{content_type}" given, {_JSON_TYPE} required', http_status=415)
+    pieces: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                raise BadBody(f"body: more than {max_bytes} bytes given, at most that allowed", http_status=413)
+            pieces.append(piece)
+    except ClientDisconnect:
+        raise RequestCancelled("the client left before it had sent its request") from None
+    return b"".join(pieces)
+
+
+def _asked_limit_s(header: str | None) -> float | None:
+    if header is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,8}", header) or not 1 <= int(header) <= _MAX_TIMEOUT_MS:
+        raise BadBody(
+            f"{DEADLINE_HEADER}: {header!r} given, milliseconds in [1, {_MAX_TIMEOUT_MS}] required",
+            param=DEADLINE_HEADER,
+        )
+    return int(header) / 1000
+
+
+def _unix_s(clock: Clock) -> int:
+    return clock.unix_ns_at(clock.now_s()) // _NS_PER_S
+
+
+def _encoded(content: JsonObject) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

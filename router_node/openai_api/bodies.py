@@ -1,0 +1,327 @@
+"""What clients of the OpenAI API may send, and the request of the Inference service that it means.
+
+Fields are checked for their types here; every other rule is the service's. A field that this API knows and the mesh
+cannot honour is refused by name unless it is set to what is done anyway: nothing is ignored that would change an
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final, Literal, TypeVar
+
+from pdmesh.v1 import inference_pb2
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from router_node.openai_api.failures import BadBody
+
+_UINT32_MAX: Final = 2**32 - 1
+_UINT64_MASK: Final = 2**64 - 1
+# The API's default, where the Inference service's is greedy.
+_DEFAULT_TEMPERATURE: Final = 1.0
+
+TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
+
+
+def _as_list(value: object) -> object:
+    """One string stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: object) -> object:
+    """A string stands for one part of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StreamOptions(_Strict):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+    # Padding against eavesdroppers who know the sizes of packets: none is added.
+    include_obfuscation: bool | None = None
+
+
+class TextPart(_Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_Strict):
+    """A tool that the model may call, as its template takes it: `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False)
+
+
+class CalledFunction(_Strict):
+    """Which function a model called. `arguments` are JSON text in the API, and values for templates."""
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, JsonValue]:
+        try:
+            arguments: JsonValue = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            # A model that does not write JSON is shown what it wrote.
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(_Strict):
+    """One of the calls that an earlier turn of the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    def to_json(self) -> str:
+        call = {"id": self.id, "type": self.type, "function": self.function.for_template()}
+        return json.dumps(call, ensure_ascii=False)
+
+
+class Message(_Strict):
+    """One turn of a chat. What roles there are and what the turns may hold is for the service to say."""
+
+    role: str
+    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # What clients send back of an answer that they got.
+    refusal: None = None
+
+    def to_proto(self) -> inference_pb2.ChatMessage:
+        return inference_pb2.ChatMessage(
+            # What newer clients call the one that instructs.
+            role="system" if self.role == "developer" else self.role,
+            content="\n".join(part.text for part in self.content or ()),
+            tool_calls_json=[call.to_json() for call in self.tool_calls or ()],
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+
+
+class GenerationBody(_Strict, ABC):
+    """What both ways to ask for text have in common."""
+
+    field_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Names of the client's for its own books.
+    user: str | None = None
+    # Beyond the API, under the names that other servers use.
+    top_k: Annotated[int, Field(ge=-1, le=_UINT32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    cache_salt: str | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives whose log-probabilities are wanted; None: none at all, not even the token's own."""
+
+    @abstractmethod
+    def _set_prompt(self, request: inference_pb2.GenerateRequest) -> None: ...
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def _refused(self) -> Mapping[str, bool]:
+        """Whether each field that the mesh cannot honour asks for something."""
+        return {
+            "n": self.n not in (None, 1),
+            "logit_bias": bool(self.logit_bias),
+            "presence_penalty": bool(self.presence_penalty),
+            "frequency_penalty": bool(self.frequency_penalty),
+        }
+
+    def to_request(self, request_id: str) -> inference_pb2.GenerateRequest:
+        """The same as a request of the Inference service. Raises BadBody for what that cannot express."""
+        for name, is_wanted in self._refused().items():
+            if is_wanted:
+                raise BadBody(f"{name}: not supported by this server", param=name)
+        if self.stream_options is not None and not self.is_streamed:
+            raise BadBody("stream_options: only allowed with stream", param="stream_options")
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=self.model,
+            sampling=inference_pb2.SamplingParams(
+                temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+                # What other servers take for "all".
+                top_k=None if self.top_k in (-1, None) else self.top_k,
+                top_p=self.top_p,
+                seed=None if self.seed is None else self.seed & _UINT64_MASK,
+            ),
+            max_tokens=self._max_tokens(),
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            num_logprobs=self.num_logprobs,
+            cache_salt=(self.cache_salt or "").encode(),
+        )
+        self._set_prompt(request)
+        return request
+
+
+class ResponseFormat(_Strict):
+    """The form that an answer must have."""
+
+    type: Literal["text"]
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    field_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "prompt.chat.messages": "messages",
+            "prompt.chat.tools_json": "tools",
+            "prompt.chat": "messages",
+            "prompt": "messages",
+            "num_logprobs": "top_logprobs",
+        }
+    )
+
+    messages: list[Message]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
+    response_format: ResponseFormat | None = None
+    # The template shows them to the model; what it makes of them comes back as text.
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    # Of the client's own books, or of what only OpenAI runs.
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadBody("top_logprobs: only allowed with logprobs", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _max_tokens(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens is not None:
+            raise BadBody("max_tokens: not allowed beside max_completion_tokens, which replaces it", param="max_tokens")
+        return self.max_completion_tokens
+
+    def _set_prompt(self, request: inference_pb2.GenerateRequest) -> None:
+        request.chat.SetInParent()
+        request.chat.messages.extend(message.to_proto() for message in self.messages)
+        if self.tool_choice != "none":
+            request.chat.tools_json.extend(tool.to_json() for tool in self.tools or ())
+
+
+def _one_prompt(value: JsonValue) -> JsonValue:
+    """A list of one prompt stands for that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError(f"{len(value)} prompts given, 1 allowed: send one request for each")
+        return value[0]
+    return value
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    field_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"prompt.text": "prompt", "prompt.tokens.token_ids": "prompt", "num_logprobs": "logprobs"}
+    )
+
+    prompt: Annotated[JsonValue, BeforeValidator(_one_prompt)]
+    logprobs: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def _refused(self) -> Mapping[str, bool]:
+        own = {"echo": bool(self.echo), "best_of": self.best_of not in (None, 1), "suffix": bool(self.suffix)}
+        return {**super()._refused(), **own}
+
+    def _set_prompt(self, request: inference_pb2.GenerateRequest) -> None:
+        match self.prompt:
+            case str(text):
+                request.text = text
+            case [*token_ids]:
+                request.tokens.SetInParent()
+                request.tokens.token_ids.extend(_token_id(index, value) for index, value in enumerate(token_ids))
+            case _:
+                raise BadBody("prompt: a string, or a list of token ids, required", param="prompt")
+
+
+def _token_id(index: int, value: JsonValue) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _UINT32_MAX:
+        raise BadBody(f"prompt[{index}]: a token id required", param=f"prompt[{index}]")
+    return value
+
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
+    """Raises BadBody naming the first field that is at fault."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _path(fault["loc"])
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "unknown field"
+    raise BadBody(f"{param}: {message}" if param else f"body: {message}", param=param or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

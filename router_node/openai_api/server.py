@@ -1,0 +1,120 @@
+"""Listens for HTTP and hands requests to an ASGI application, on the event loop that is running.
+
+uvicorn's protocol without its main loop: signals, life cycle and the end of running calls are the node's business, and
+an idle router does not wake ten times a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from typing import Final
+from wsgiref.handlers import format_date_time
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from node_runtime.errors import BadConfig, PortInUse
+from node_runtime.rpc import format_address
+from router_node.openai_api.failures import HttpFailure
+
+# Request line and headers together.
+MAX_HEADER_BYTES: Final = 16 * 1024
+_BACKLOG: Final = 1024
+_KEEP_ALIVE_S: Final = 75
+# Calls are over when a server is stopped; this is for what is still on its way to a client.
+_FAREWELL_S: Final = 1
+
+
+class HttpServer:
+    """Serves from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, *, host: str, port: int, advertise_host: str = "") -> None:
+        """Port 0 takes a free one. `advertise_host`: where clients reach this machine, if not at `host`."""
+        self._host = host
+        self._port = port
+        self._advertise_host = advertise_host
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _Front(app),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FAREWELL_S,
+            )
+        )
+        self._socket: socket.socket | None = None
+
+    @property
+    def advertised_address(self) -> str:
+        """host:port; meaningful after `start`."""
+        host = self._advertise_host or (socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host)
+        return format_address(host, self._port)
+
+    async def start(self) -> None:
+        """Raises PortInUse, or BadConfig when the host is not an address of this machine."""
+        self._socket = _bound_socket(self._host, self._port)
+        self._port = self._socket.getsockname()[1]
+        config = self._server.config
+        config.load()
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=[self._socket])
+
+    async def stop(self) -> None:
+        """Closes the listener and every connection. Idempotent, and copes with a start that failed."""
+        listener, self._socket = self._socket, None
+        if listener is not None:
+            await self._server.shutdown(sockets=[listener])
+
+
+class _Front:
+    """What uvicorn leaves to its main loop, and to luck: the date of every response, and a bound on the headers of a
+    request that came in one piece.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_dated(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                date = format_date_time(time.time()).encode()
+                message = {**message, "headers": [*message.get("headers", ()), (b"date", date)]}
+            await send(message)
+
+        app = self._app if _header_bytes(scope) <= MAX_HEADER_BYTES else _TOO_LONG
+        await app(scope, receive, send_dated)
+
+
+def _header_bytes(scope: Scope) -> int:
+    line = len(scope["path"]) + len(scope["query_string"])
+    return line + sum(len(name) + len(value) for name, value in scope["headers"])
+
+
+def _refusal_of_long_headers() -> JSONResponse:
+    message = f"headers: more than {MAX_HEADER_BYTES} bytes given, at most that allowed"
+    failure = HttpFailure(status=431, message=message, kind="invalid_request_error")
+    return JSONResponse(failure.body(), status_code=failure.status)
+
+
+_TOO_LONG: Final = _refusal_of_long_headers()
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(host, port) from None
+        raise BadConfig(f"http: cannot listen on {format_address(host, port)}: {error.strerror or error}") from None
