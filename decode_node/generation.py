@@ -32,6 +32,7 @@ from scheduler_core import AbortEvent, RequestSpec
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken
+    from model_runtime.text.grammar import TokenMatcher
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,10 +54,18 @@ class Generation:
     """One attempt to generate: a request of the engine under a name of its own."""
 
     def __init__(
-        self, *, engine_id: str, job: DecodeJob, engine: EngineLoop, measured: Measured, is_local: bool = False
+        self,
+        *,
+        engine_id: str,
+        job: DecodeJob,
+        engine: EngineLoop,
+        measured: Measured,
+        is_local: bool = False,
+        matcher: TokenMatcher | None = None,
     ) -> None:
         """`engine_id` is unique for the life of the process; `is_local`: a decode node computes the prompt itself."""
         self._is_local = is_local
+        self._matcher = matcher
         self.engine_id = engine_id
         self._job = job
         self._engine = engine
@@ -79,7 +88,9 @@ class Generation:
             local_prefill=self._is_local,
         )
         stop = StopRule(max_new_tokens=job.max_tokens, stop_token_ids=job.stop_token_ids)
-        self._engine.post(SubmitRequest(spec=spec, sampling=job.sampling, stop=stop, sink=self._on_update))
+        self._engine.post(
+            SubmitRequest(spec=spec, sampling=job.sampling, stop=stop, sink=self._on_update, matcher=self._matcher)
+        )
 
     def abort(self) -> None:
         """Ends the request wherever it is. Without effect on one that is over."""

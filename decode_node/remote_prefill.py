@@ -117,6 +117,7 @@ class RemotePrefill:
             prefill_incarnation=peer.incarnation,
             lease_ms=self._lease_ms,
             wants_checksums=self._verifier.wants_next(),
+            num_output_tokens=job.num_output_tokens,
         )
         fence = GrantFence(peer.plane, self._manifest, start.handoff_id)
         handoff = IncomingHandoff(

@@ -21,6 +21,7 @@ from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
+from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -82,6 +83,7 @@ class DecodeNode:
             deliver=deliver_on(asyncio.get_running_loop()),
             on_fatal=on_fatal,
         )
+        self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
         self._receiving = self._make_receiving(config, transport) if isinstance(config, DecodeNodeConfig) else None
         self.service = DecodeService(
             node_id=config.node_id,
@@ -97,6 +99,7 @@ class DecodeNode:
             telemetry=telemetry,
             remote=self._receiving.remote if self._receiving else None,
             local=self._receiving.local if self._receiving else None,
+            forms=self._forms,
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
         node_service = NodeService(self._make_reporter(), self._server, on_drain)
@@ -141,6 +144,7 @@ class DecodeNode:
         if self._receiving is not None:
             await self._receiving.remote.close()
             await self._receiving.peers.close()
+        self._forms.close()
         await asyncio.to_thread(self.engine.stop)
         if self._core.ranks is not None:
             await asyncio.to_thread(self._core.ranks.close)

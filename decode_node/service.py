@@ -21,6 +21,7 @@ from decode_node.remote_prefill import RemotePrefill
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import GenerationEnded
+from node_runtime.engine.output_forms import OutputForms
 from node_runtime.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -86,6 +87,7 @@ class DecodeService:
         telemetry: Telemetry,
         remote: RemotePrefill | None,
         local: LocalPrefill | None,
+        forms: OutputForms,
     ) -> None:
         """`remote` and `local` are None on a fused node, which computes all prompts and ignores prefill addresses."""
         self._node_id = node_id
@@ -97,6 +99,7 @@ class DecodeService:
         self._phases = PhaseRecorder(telemetry, clock)
         self._remote = remote
         self._local = local
+        self._forms = forms
         self._live: dict[str, _Live] = {}
         self._serials = itertools.count(1)
 
@@ -160,7 +163,11 @@ class DecodeService:
             if is_first:
                 # Admission precedes every token. A caller that cancels gets no finish and still knows what was cached.
                 yield admitted_to_proto(
-                    DecodeAdmitted(cached=_cached_tokens(live), timings=_timings(live, decode_ms=0.0))
+                    DecodeAdmitted(
+                        cached=_cached_tokens(live),
+                        timings=_timings(live, decode_ms=0.0),
+                        output_is_structured=live.job.sampling.form is not None,
+                    )
                 )
                 is_first = False
             if tokens:
@@ -170,6 +177,7 @@ class DecodeService:
 
     async def _start(self, live: _Live, context: RpcContext) -> Generation:
         """The request with its prompt computed or, on a fused node, queued."""
+        matcher = await self._forms.matcher(live.job.sampling.form, live.job.output_token_ids)
 
         def make_generation() -> Generation:
             live.generation = Generation(
@@ -178,6 +186,8 @@ class DecodeService:
                 engine=self._engine,
                 measured=live.measured,
                 is_local=live.local_reason is not None,
+                # Each attempt begins where the request does.
+                matcher=None if matcher is None else matcher.fork(),
             )
             return live.generation
 

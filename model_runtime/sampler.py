@@ -8,12 +8,13 @@ so that a node without a compute library can check sampling parameters.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from model_runtime.errors import ModelError
+from model_runtime.output_form import OutputForm
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probability one request can ask for."""
@@ -35,7 +36,8 @@ class SamplingParams:
 
     `temperature` 0 takes the most likely token. `top_k` keeps the k most likely tokens, then `top_p` the smallest set
     of them with at least that mass. `num_logprobs` None reports no log-probabilities, n that of the token and of the
-    n most likely ones.
+    n most likely ones. `form` is that of the whole completion; of the next token it says what `allowed` does,
+    bool[vocab_size] with None for everything: the others are not sampled. Log-probabilities do not know of it.
     """
 
     temperature: float = 0.0
@@ -43,6 +45,8 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     num_logprobs: int | None = None
+    form: OutputForm | None = None
+    allowed: npt.NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -72,13 +76,14 @@ class SampledToken:
 def sample(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken:
     """Picks the token at `position` of prompt and completion from logits float32[vocab_size].
 
-    Raises LogitsError when the logits have no finite maximum.
+    Raises LogitsError when the logits, those of allowed tokens, have no finite maximum.
     """
-    best = int(np.argmax(logits))  # the first of equals
-    if not math.isfinite(logits[best]):
-        raise LogitsError(f"logits at position {position} have the maximum {logits[best]} at token {best}")
+    choices = logits if params.allowed is None else np.where(params.allowed, logits, -np.float32(np.inf))
+    best = int(np.argmax(choices))  # the first of equals
+    if not math.isfinite(choices[best]):
+        raise LogitsError(f"logits at position {position} have the maximum {choices[best]} at token {best}")
     greedy = params.temperature == 0.0 or params.top_k == 1
-    token_id = best if greedy else _draw(logits, params, position)
+    token_id = best if greedy else _draw(choices, params, position)
     if params.num_logprobs is None:
         return SampledToken(token_id=token_id)
     logprobs = _log_softmax(logits)

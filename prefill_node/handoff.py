@@ -84,6 +84,7 @@ from scheduler_core import (
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken
+    from model_runtime.text.grammar import TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -153,10 +154,12 @@ class PromptHandoff:
         check_start: Callable[[Start], None],
         check_grant: Callable[[Start, Grant], None],
         on_terminal: Callable[[], None],
+        matcher: TokenMatcher | None = None,
     ) -> None:
         """
         Args:
             engine_id: Name of the request inside this node; unique for the life of the process.
+            matcher: Says which first tokens there may be.
             on_terminal: Called once, when the handoff holds nothing any more.
         """
         self._engine_id = engine_id
@@ -167,6 +170,7 @@ class PromptHandoff:
             check_start=check_start, check_grant=check_grant, grant_bound_s=tools.grant_bound_s
         )
         self._on_terminal = on_terminal
+        self._matcher = matcher
         self._transfer: OutgoingTransfer | None = None
         self._num_granted_blocks = 0
         self._request_id = ""
@@ -269,7 +273,9 @@ class PromptHandoff:
             max_new_tokens=1,
             extra_keys=list(start.extra_keys),
         )
-        self._tools.engine.post(SubmitRequest(spec=spec, sampling=start.sampling, stop=None, sink=self._on_update))
+        self._tools.engine.post(
+            SubmitRequest(spec=spec, sampling=start.sampling, stop=None, sink=self._on_update, matcher=self._matcher)
+        )
 
     def _start_writing(self, grant: Grant, post_until_s: float) -> None:
         self._num_granted_blocks = sum(len(group.block_ids) for group in grant.groups)

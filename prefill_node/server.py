@@ -16,6 +16,7 @@ from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
+from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -74,6 +75,7 @@ class PrefillNode:
             on_fatal=on_fatal,
             hooks=sender,
         )
+        self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
         self._peers = DecodePeers(self._planes, data_plane.manifest, probes)
         self.service = PrefillService(
             node_id=config.node_id,
@@ -97,6 +99,7 @@ class PrefillNode:
                 grant_bound_s=config.grant_timeout_s,
             ),
             telemetry=telemetry,
+            forms=self._forms,
         )
         reporter = ComputeReporter(
             info=describe_node(core, node_id=config.node_id, incarnation=incarnation, role=mesh_pb2.NODE_ROLE_PREFILL),
@@ -132,6 +135,7 @@ class PrefillNode:
         self._is_serving = False
         await self._server.stop(self._config.drain_grace_s)
         await self._status_metrics.close()
+        self._forms.close()
         await asyncio.to_thread(self.engine.stop)
         self._hashing.shutdown(wait=False, cancel_futures=True)
         self._peers.close()

@@ -13,10 +13,12 @@ import logging
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pdmesh.v1 import handoff_pb2, prefill_pb2
 
 from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.engine.output_forms import OutputForms
 from node_runtime.errors import (
     DuplicateRequest,
     InternalError,
@@ -36,6 +38,9 @@ from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
 from prefill_node.peers import DecodePeer, Introduction
 from prefill_node.used_ids import UsedHandoffIds
+
+if TYPE_CHECKING:
+    from model_runtime.text.grammar import TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +69,14 @@ class PrefillService:
         limits: PrefillLimits,
         tools: HandoffTools,
         telemetry: Telemetry,
+        forms: OutputForms,
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
         self._manifest = manifest
         self._limits = limits
         self._tools = tools
+        self._forms = forms
         self._telemetry = telemetry
         self._phases = PhaseRecorder(telemetry, tools.clock)
         self._sent_bytes = telemetry.metrics.counter("pdmesh.transfer", "By", "cache written into decode nodes")
@@ -106,13 +113,14 @@ class PrefillService:
     ) -> AsyncIterator[handoff_pb2.HandoffResponse]:
         messages = aiter(requests)
         start = await self._first_message(messages)
+        matcher = await self._forms.matcher(start.sampling.form, start.output_token_ids)
         with (
             bound_request_id(start.request_id),
             self._telemetry.span(
                 span_names.SPAN_PREFILL_REQUEST, kind=SpanKind.SERVER, attributes=self._attributes(start)
             ) as span,
         ):
-            handoff = self._open(start)
+            handoff = self._open(start, matcher)
             reader = asyncio.create_task(self._read(messages, handoff))
             try:
                 while not isinstance(item := await handoff.outgoing.get(), StreamEnd):
@@ -133,7 +141,7 @@ class PrefillService:
             break
         raise InvalidRequest("the first message of a handoff must be Start")
 
-    def _open(self, start: Start) -> PromptHandoff:
+    def _open(self, start: Start, matcher: TokenMatcher | None) -> PromptHandoff:
         """Checks everything, then submits. Nothing is held when it raises."""
         if start.prefill_incarnation != self._incarnation:
             raise NotBootstrapped("prefill_incarnation: this prefill node was restarted since the bootstrap")
@@ -149,6 +157,7 @@ class PrefillService:
             check_start=self._check_start,
             check_grant=partial(self._check_grant, peer),
             on_terminal=partial(self._forget, engine_id, peer),
+            matcher=matcher,
         )
         handoff.open(start)
         self._used_ids.add(start.handoff_id)

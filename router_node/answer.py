@@ -79,6 +79,9 @@ class Answer:
         self._is_admitted = False
 
     def take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
+        """Raises ValueError when the node does not do what was asked of it."""
+        if self._prepared.message.sampling.HasField("structured_output") and not admitted.output_is_structured:
+            raise ValueError("the node knows no sampling.structured_output")
         self._is_admitted = True
         self._note_outcome(admitted.cached, admitted.timings)
 

@@ -17,6 +17,7 @@ from pdmesh.v1 import decode_pb2, inference_pb2
 
 from model_runtime.text.chat_template import ROLES, ChatMessage, JsonObject
 from model_runtime.text.errors import ChatTemplateError
+from model_runtime.text.grammar import FormError, check_form
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.errors import InvalidRequest, UnknownModel
 from node_runtime.request_rules import (
@@ -30,6 +31,7 @@ from node_runtime.request_rules import (
     check_token_ids,
     require,
 )
+from node_runtime.wire.output_form import form_from_proto
 from router_node.node_pool import TokenLimits
 
 DEFAULT_MAX_TOKENS = 256
@@ -96,6 +98,20 @@ class RequestPreparer:
             self._check_bytes(f"stop[{index}]", len(text.encode()), self._limits.max_stop_bytes)
         check_stop_token_ids(request.stop_token_ids, self._tokenizer.vocab_size, limit=MAX_CLIENT_STOP_TOKEN_IDS)
         check_cache_salt(request.cache_salt)
+        require(
+            form_from_proto(request.sampling) is None or not request.ignore_eos,
+            "ignore_eos: not allowed with sampling.structured_output, which ends in an end token",
+        )
+
+    async def check_form(self, request: inference_pb2.GenerateRequest) -> None:
+        """Compiles the form that the output is to have, off the event loop; requires `check`. Raises InvalidRequest."""
+        form = form_from_proto(request.sampling)
+        if form is None:
+            return
+        try:
+            await asyncio.to_thread(check_form, form)
+        except FormError as error:
+            raise InvalidRequest(f"sampling.structured_output.{error}") from None
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """The prompt's tokens; requires `check`. Raises InvalidRequest when the chat template refuses."""

@@ -96,7 +96,7 @@ class RoutedRequest:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "admitted":
-                        answer.take_admitted(event.admitted)
+                        self._take_admitted(event.admitted)
                     case "tokens":
                         yield self._take_tokens(event.tokens, clock.now_s())
                     case "finish":
@@ -105,6 +105,12 @@ class RoutedRequest:
                     return
         if not answer.is_complete:
             raise RemoteError("INTERNAL", "the stream ended without a finish")
+
+    def _take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
+        try:
+            self._answer.take_admitted(admitted)
+        except ValueError as error:
+            raise RemoteError("FAILED_PRECONDITION", str(error)) from None
 
     def _take_tokens(self, tokens: decode_pb2.DecodeTokens, now_s: float) -> inference_pb2.Delta:
         try:

@@ -111,6 +111,7 @@ class InferenceService:
     ) -> PreparedRequest:
         preparer = self._parts.preparer
         preparer.check(request)
+        await preparer.check_form(request)
         with self._parts.routing.telemetry.span(span_names.SPAN_TOKENIZE):
             token_ids = await preparer.tokenize(request)
         prepared = preparer.prepare(request, request_id, token_ids, self._parts.routing.pool.limits(), tenant=tenant)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never
 
@@ -38,8 +38,9 @@ from node_runtime.engine.messages import (
     TokenGenerated,
     Update,
 )
+from node_runtime.engine.output_forms import FORM_FIELD
 from node_runtime.engine.scheduler import EngineBroken, EngineScheduler
-from node_runtime.errors import InternalError, InvalidRequest, NodeError
+from node_runtime.errors import InternalError, InvalidRequest, NodeError, RemoteError
 from node_runtime.handoff.messages import GroupGrant
 from scheduler_core import (
     AbortEvent,
@@ -55,6 +56,7 @@ from scheduler_core import (
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
+    from model_runtime.text.grammar import TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class _Live:
     sampling: SamplingParams
     stop: StopRule | None
     sink: RequestSink
+    matcher: TokenMatcher | None
     num_generated: int = 0
 
 
@@ -229,7 +232,7 @@ class EngineLoop:
         except SubmitError as error:
             self._outbox.append((command.sink, RequestFailed(error=InvalidRequest(str(error)))))
             return
-        self._live[command.spec.request_id] = _Live(command.sampling, command.stop, command.sink)
+        self._live[command.spec.request_id] = _Live(command.sampling, command.stop, command.sink, command.matcher)
 
     def _post_events(self, events: tuple[Event, ...]) -> None:
         self._scheduler.advance(list(events))
@@ -296,11 +299,7 @@ class EngineLoop:
         return True
 
     def _forward(self, plan: Plan) -> None:
-        sampling = {
-            request_id: live.sampling
-            for request_id in plan.request_ids
-            if (live := self._live.get(request_id)) is not None
-        }
+        sampling, formless = self._sampling(plan)
         try:
             sampled = self._executor.execute(plan, sampling, lambda stage: self._hooks.on_stage(stage, plan))
         except EngineBroken:
@@ -310,6 +309,27 @@ class EngineLoop:
             return
         self._num_steps += 1
         self._scheduler.advance(self._results(plan, sampled))
+        if formless:
+            self._scheduler.advance([AbortEvent(request_id) for request_id in formless])
+
+    def _sampling(self, plan: Plan) -> tuple[dict[str, SamplingParams], list[str]]:
+        """How each row is sampled, and the requests whose form cannot say what may follow: they have failed, and what
+        their rows sample is dropped.
+        """
+        sampling: dict[str, SamplingParams] = {}
+        formless: list[str] = []
+        for request_id, is_sampled in zip(plan.request_ids, plan.logits_wanted.tolist(), strict=True):
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            sampling[request_id] = live.sampling
+            if live.matcher is not None and is_sampled:
+                try:
+                    sampling[request_id] = replace(live.sampling, allowed=live.matcher.allowed())
+                except ValueError as error:
+                    formless.append(request_id)
+                    self._fail((request_id,), InvalidRequest(f"{FORM_FIELD}.{error}"))
+        return sampling, formless
 
     def _results(self, plan: Plan, sampled: tuple[SampledToken | None, ...]) -> list[Event]:
         """One result per row, and the ends that the new tokens bring."""
@@ -339,6 +359,14 @@ class EngineLoop:
         live = self._live.get(request_id)
         if live is None:
             return False
+        if live.matcher is not None:
+            try:
+                live.matcher.accept((token.token_id,))
+            except ValueError as error:
+                # Not of our own sampling: a prefill node of an older release knows no forms.
+                broken = f"the first token of the prefill node breaks {FORM_FIELD}.{error}"
+                self._fail((request_id,), RemoteError("FAILED_PRECONDITION", broken))
+                return True
         live.num_generated += 1
         self._outbox.append((live.sink, TokenGenerated(token=token, at_s=now_s)))
         reason = live.stop.find_end(token.token_id, live.num_generated) if live.stop is not None else None

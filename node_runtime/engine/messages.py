@@ -15,6 +15,7 @@ from node_runtime.handoff.messages import GroupGrant
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
+    from model_runtime.text.grammar import TokenMatcher
     from scheduler_core import Event, RequestSpec
 
 
@@ -122,12 +123,16 @@ RequestSink: TypeAlias = Callable[[Update], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """Submits one request. `stop` is None on the prefill role, where the request ends with its first token."""
+    """Submits one request. `stop` is None on the prefill role, where the request ends with its first token.
+
+    `matcher` says which tokens may follow; it belongs to the engine from now on.
+    """
 
     spec: RequestSpec
     sampling: SamplingParams
     stop: StopRule | None
     sink: RequestSink
+    matcher: TokenMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,10 @@ def _check_lease(lease_ms: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Opens a handoff: the prompt and how its first token is sampled. `lease_ms` is 0 when the node knows no leases."""
+    """Opens a handoff: the prompt and how its first token is sampled. `lease_ms` is 0 when the node knows no leases.
+
+    The last `num_output_tokens` of `token_ids` are output of an earlier attempt.
+    """
 
     handoff_id: bytes
     request_id: str
@@ -50,6 +53,7 @@ class Start:
     prefill_incarnation: int
     lease_ms: int = 0
     wants_checksums: bool = False
+    num_output_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_handoff_id(self.handoff_id)
@@ -57,6 +61,16 @@ class Start:
         check_request_id(self.request_id)
         require(len(self.token_ids) > 0, "token_ids: empty, at least one token required")
         check_extra_keys(self.extra_keys)
+        require(
+            0 <= self.num_output_tokens < len(self.token_ids),
+            f"num_output_tokens: {self.num_output_tokens} given, fewer than the {len(self.token_ids)} of token_ids "
+            "required",
+        )
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """The completion so far."""
+        return self.token_ids[len(self.token_ids) - self.num_output_tokens :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

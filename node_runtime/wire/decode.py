@@ -41,6 +41,11 @@ class DecodeJob:
         """Tokens that the client's own prompt has."""
         return len(self.token_ids) - self.num_output_tokens
 
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """The completion so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
 
 def job_to_proto(job: DecodeJob) -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(

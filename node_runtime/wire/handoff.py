@@ -138,6 +138,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
+        num_output_tokens=start.num_output_tokens,
     )
 
 
@@ -156,6 +157,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
+        num_output_tokens=start.num_output_tokens,
     )
 
 

@@ -71,6 +71,7 @@ class DecodeAdmitted:
 
     cached: CachedTokens
     timings: Timings = Timings()
+    output_is_structured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +165,19 @@ def timings_from_proto(message: inference_pb2.Timings) -> Timings:
 def admitted_to_proto(admitted: DecodeAdmitted) -> decode_pb2.DecodeResponse:
     return decode_pb2.DecodeResponse(
         admitted=decode_pb2.DecodeAdmitted(
-            cached=cached_to_proto(admitted.cached), timings=timings_to_proto(admitted.timings)
+            cached=cached_to_proto(admitted.cached),
+            timings=timings_to_proto(admitted.timings),
+            output_is_structured=admitted.output_is_structured,
         )
     )
 
 
 def admitted_from_proto(message: decode_pb2.DecodeAdmitted) -> DecodeAdmitted:
-    return DecodeAdmitted(cached=cached_from_proto(message.cached), timings=timings_from_proto(message.timings))
+    return DecodeAdmitted(
+        cached=cached_from_proto(message.cached),
+        timings=timings_from_proto(message.timings),
+        output_is_structured=message.output_is_structured,
+    )
 
 
 def finish_to_proto(finish: DecodeFinish) -> decode_pb2.DecodeResponse:

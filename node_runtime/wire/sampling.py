@@ -7,12 +7,17 @@ from pdmesh.v1 import inference_pb2
 from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.errors import InvalidRequest
 from node_runtime.request_rules import check_num_logprobs, check_sampling
+from node_runtime.wire.output_form import form_from_proto, form_to_proto
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     """All fields present, so the receiver needs no default. `num_logprobs` travels beside this message."""
     return inference_pb2.SamplingParams(
-        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=params.seed
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        structured_output=None if params.form is None else form_to_proto(params.form),
     )
 
 
@@ -29,6 +34,7 @@ def sampling_from_proto(
             top_p=message.top_p if message.HasField("top_p") else 1.0,
             seed=message.seed if message.HasField("seed") else seed_if_absent,
             num_logprobs=num_logprobs,
+            form=form_from_proto(message),
         )
     except ValueError as error:
         raise InvalidRequest(f"sampling.{error}") from None

@@ -22,6 +22,13 @@ _UINT32_MAX: Final = 2**32 - 1
 _UINT64_MASK: Final = 2**64 - 1
 # The API's default, where the Inference service's is greedy.
 _DEFAULT_TEMPERATURE: Final = 1.0
+_ANY_OBJECT: Final = '{"type": "object"}'
+_FORM_NAMES: Final = MappingProxyType(
+    {
+        "sampling.structured_output.json_schema": "response_format.json_schema.schema",
+        "sampling.structured_output.regex": "structured_outputs.regex",
+    }
+)
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
 
@@ -123,10 +130,44 @@ class Message(_Strict):
         )
 
 
+class JsonSchemaFormat(_Strict):
+    """A schema with a name of the client's. It is always kept, `strict` or not."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """The form that an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def to_proto(self) -> inference_pb2.StructuredOutput | None:
+        match self.type:
+            case "json_object":
+                return inference_pb2.StructuredOutput(json_schema=_ANY_OBJECT)
+            case "json_schema" if self.json_schema is not None:
+                schema = json.dumps(self.json_schema.schema_, ensure_ascii=False)
+                return inference_pb2.StructuredOutput(json_schema=schema)
+            case "json_schema":
+                name = "response_format.json_schema"
+                raise BadBody(f"{name}: required with the type json_schema", param=name)
+        return None
+
+
+class StructuredOutputs(_Strict):
+    """Forms beyond the API, under the name that another server gives them."""
+
+    regex: str
+
+
 class GenerationBody(_Strict, ABC):
     """What both ways to ask for text have in common."""
 
-    field_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    field_names: ClassVar[Mapping[str, str]]
 
     model: str = ""
     stream: bool | None = None
@@ -147,6 +188,8 @@ class GenerationBody(_Strict, ABC):
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -166,6 +209,15 @@ class GenerationBody(_Strict, ABC):
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
+
+    def _form(self) -> inference_pb2.StructuredOutput | None:
+        """The form that the output is to have. Raises BadBody when there are two."""
+        form = None if self.response_format is None else self.response_format.to_proto()
+        if self.structured_outputs is None:
+            return form
+        if form is not None:
+            raise BadBody("structured_outputs: not allowed beside response_format", param="structured_outputs")
+        return inference_pb2.StructuredOutput(regex=self.structured_outputs.regex)
 
     def _refused(self) -> Mapping[str, bool]:
         """Whether each field that the mesh cannot honour asks for something."""
@@ -192,6 +244,7 @@ class GenerationBody(_Strict, ABC):
                 top_k=None if self.top_k in (-1, None) else self.top_k,
                 top_p=self.top_p,
                 seed=None if self.seed is None else self.seed & _UINT64_MASK,
+                structured_output=self._form(),
             ),
             max_tokens=self._max_tokens(),
             stop=self.stop or (),
@@ -204,12 +257,6 @@ class GenerationBody(_Strict, ABC):
         return request
 
 
-class ResponseFormat(_Strict):
-    """The form that an answer must have."""
-
-    type: Literal["text"]
-
-
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
@@ -220,6 +267,7 @@ class ChatBody(GenerationBody):
             "prompt.chat": "messages",
             "prompt": "messages",
             "num_logprobs": "top_logprobs",
+            **_FORM_NAMES,
         }
     )
 
@@ -227,7 +275,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
-    response_format: ResponseFormat | None = None
     # The template shows them to the model; what it makes of them comes back as text.
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -270,7 +317,7 @@ class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
     field_names: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"prompt.text": "prompt", "prompt.tokens.token_ids": "prompt", "num_logprobs": "logprobs"}
+        {"prompt.text": "prompt", "prompt.tokens.token_ids": "prompt", "num_logprobs": "logprobs", **_FORM_NAMES}
     )
 
     prompt: Annotated[JsonValue, BeforeValidator(_one_prompt)]

@@ -64,6 +64,7 @@ def test_the_code_keeps_the_import_contracts() -> None:
         ("decode_node/service.py", "import grpc", "gRPC"),
         ("decode_node/service.py", "from opentelemetry import trace", "OpenTelemetry"),
         ("router_node/service.py", "import uvicorn", "HTTP"),
+        ("router_node/service.py", "import llguidance", "grammar"),
         ("router_node/service.py", "import torch", "no torch"),
     ],
 )

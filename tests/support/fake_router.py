@@ -34,12 +34,14 @@ class RoutedAnswer:
 class FakeRouter:
     """`async with FakeRouter(prefill=..., decode=...) as router`."""
 
-    def __init__(self, *, prefill: list[FakeNode], decode: list[FakeNode], **settings: object) -> None:
+    def __init__(
+        self, *, prefill: list[FakeNode], decode: list[FakeNode], vocab_size: int = VOCAB_SIZE, **settings: object
+    ) -> None:
         addresses = {"prefill": [node.address for node in prefill], "decode": [node.address for node in decode]}
         values = {"model": "fake.gguf", "idle_poll_interval_s": 600, "drain_grace_s": 0, **addresses, **settings}
         self.router = Router(
             RouterConfig.model_validate(values),
-            make_tokenizer(vocab_size=VOCAB_SIZE, context_tokens=256),
+            make_tokenizer(vocab_size=vocab_size, context_tokens=256),
             telemetry=Telemetry.off(),
             on_fatal=pytest.fail,
             on_drain=pytest.fail,
@@ -59,9 +61,12 @@ class FakeRouter:
         """A running Generate call."""
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenPrompt(token_ids=prompt),
-            sampling=inference_pb2.SamplingParams(seed=seed),
-            ignore_eos=True,
-            **{"max_tokens": 4, **fields},
+            **{
+                "max_tokens": 4,
+                "ignore_eos": True,
+                "sampling": inference_pb2.SamplingParams(seed=seed),
+                **fields,
+            },
         )
         return self._stub.Generate(request, timeout=timeout)
 

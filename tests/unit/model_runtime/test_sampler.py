@@ -57,6 +57,21 @@ def test_top_p_applies_to_what_top_k_left() -> None:
     assert np.flatnonzero(draw_many(logits, params)).tolist() == [1]
 
 
+def test_what_is_not_allowed_is_not_sampled_and_the_rest_keeps_its_proportions() -> None:
+    logits, allowed = row(0.5, 0.3, 0.15, 0.05), np.array([False, True, False, True])
+    assert sample(logits, SamplingParams(allowed=allowed), 0).token_id == 1
+    drawn = draw_many(logits, SamplingParams(temperature=1.0, allowed=allowed))
+    assert np.abs(drawn - [0, 0.3 / 0.35, 0, 0.05 / 0.35]).max() < 0.03
+    # What is kept is chosen among the allowed ones.
+    assert draw_many(logits, SamplingParams(temperature=1.0, top_k=2, allowed=allowed), 500)[3] > 0
+    assert draw_many(logits, SamplingParams(temperature=1.0, top_p=0.5, allowed=allowed), 500)[1] == 1
+    token = sample(logits, SamplingParams(allowed=allowed, num_logprobs=1), 0)
+    assert token.logprob == pytest.approx(math.log(0.3), abs=1e-5)
+    assert token.top_logprobs[0][0] == 0
+    with pytest.raises(LogitsError):
+        sample(logits, SamplingParams(allowed=np.zeros(4, np.bool_)), 0)
+
+
 def test_a_token_is_a_function_of_seed_and_position_alone() -> None:
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     params = SamplingParams(temperature=1.0, seed=9)

@@ -23,6 +23,7 @@ from cache_runtime.transfer.schema import (
     RankPlacement,
     StageSchema,
 )
+from model_runtime.output_form import FormKind, OutputForm
 from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.engine.messages import EndReason
 from node_runtime.errors import InvalidRequest
@@ -70,6 +71,7 @@ MILLISECONDS = st.floats(0, 1e9)
 HANDOFF_ID = st.binary(min_size=16, max_size=16)
 PRINTABLE = st.text("abcXYZ09-_é", min_size=1, max_size=30)
 
+forms = st.builds(OutputForm, kind=st.sampled_from(FormKind), source=st.text("{}a", min_size=1, max_size=5))
 sampling_params = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100, width=32),
@@ -77,6 +79,7 @@ sampling_params = st.builds(
     top_p=st.floats(0.0078125, 1, width=32),
     seed=UINT64,
     num_logprobs=st.none() | st.integers(0, 20),
+    form=st.none() | forms,
 )
 sampled_tokens = st.builds(
     SampledToken,
@@ -151,6 +154,21 @@ response_messages = (
 
 
 @settings(deadline=None)
+@given(starts, st.data())
+def test_the_output_in_a_start_survives_the_wire(start: Start, data_source: st.DataObject) -> None:
+    start = dataclasses.replace(start, num_output_tokens=data_source.draw(st.integers(0, len(start.token_ids) - 1)))
+    assert len(start.output_token_ids) == start.num_output_tokens
+    received = request_from_proto(handoff_pb2.HandoffRequest.FromString(request_to_proto(start).SerializeToString()))
+    assert received == start
+
+
+def test_a_start_whose_tokens_are_all_output_is_refused() -> None:
+    start = handoff_pb2.Start(handoff_id=b"x" * 16, request_id="r", token_ids=[1, 2], num_output_tokens=2)
+    with pytest.raises(InvalidRequest, match=r"start\.num_output_tokens: 2 given, fewer than the 2 of token_ids"):
+        request_from_proto(handoff_pb2.HandoffRequest(start=start))
+
+
+@settings(deadline=None)
 @given(request_messages)
 def test_a_handoff_request_survives_the_wire(message: RequestMessage) -> None:
     data = request_to_proto(message).SerializeToString()
@@ -216,7 +234,7 @@ request_timings = st.builds(
 )
 
 
-@given(st.builds(DecodeAdmitted, cached=cached_tokens, timings=request_timings))
+@given(st.builds(DecodeAdmitted, cached=cached_tokens, timings=request_timings, output_is_structured=st.booleans()))
 def test_an_admission_survives_the_wire(admitted: DecodeAdmitted) -> None:
     data = admitted_to_proto(admitted).SerializeToString()
     assert admitted_from_proto(decode_pb2.DecodeResponse.FromString(data).admitted) == admitted

@@ -27,10 +27,11 @@ def tokens_event(text: str | bytes) -> decode_pb2.DecodeResponse:
     return decode_pb2.DecodeResponse(tokens=decode_pb2.DecodeTokens(tokens=tokens))
 
 
-def admitted_event() -> decode_pb2.DecodeResponse:
+def admitted_event(*, output_is_structured: bool = False) -> decode_pb2.DecodeResponse:
     cached = inference_pb2.CachedTokens(prefill_device=1, decode_device=0)
     timings = inference_pb2.Timings(prefill_compute_ms=2.5, transfer_ms=1.5, time_to_first_token_ms=4.0)
-    return decode_pb2.DecodeResponse(admitted=decode_pb2.DecodeAdmitted(cached=cached, timings=timings))
+    admitted = decode_pb2.DecodeAdmitted(cached=cached, timings=timings, output_is_structured=output_is_structured)
+    return decode_pb2.DecodeResponse(admitted=admitted)
 
 
 def finish_event(

@@ -30,6 +30,7 @@ from router_node.openai_api.server import MAX_HEADER_BYTES
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 HI = [{"role": "user", "content": "hi"}]
+BAD = {"type": "colour"}
 
 
 @pytest.fixture
@@ -190,6 +191,37 @@ async def test_a_model_without_a_template_takes_no_chats(
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},
+            {"json_schema": '{"type": "integer"}'},
+        ),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, {"regex": "[a-z]+"}),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+async def test_the_form_of_an_answer_reaches_the_nodes(
+    client: openai.AsyncOpenAI, decode: FakeNode, fields: dict[str, object], form: dict[str, str] | None
+) -> None:
+    decode.script = [admitted_event(output_is_structured=form is not None), tokens_event("{}"), finish_event()]
+    await client.chat.completions.create(model="tiny", messages=HI, extra_body=fields)
+    await client.completions.create(model="tiny", prompt="hi", extra_body=fields)
+    for request in decode.requests:
+        assert request.sampling.HasField("structured_output") == (form is not None)
+        assert request.sampling.structured_output == inference_pb2.StructuredOutput(**(form or {}))
+
+
+async def test_a_node_that_knows_no_forms_is_not_taken_at_its_word(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match=r"knows no sampling\.structured_output") as caught:
+        await client.chat.completions.create(
+            model="tiny", messages=HI, response_format={"type": "json_object"}, stream=True
+        )
+    assert caught.value.status_code == 503
+
+
 async def test_log_probabilities_come_in_the_shape_of_each_endpoint(
     client: openai.AsyncOpenAI, decode: FakeNode
 ) -> None:
@@ -230,6 +262,19 @@ EMPTY = openai.types.chat.chat_completion_chunk.ChoiceLogprobs(content=[])
         ({"messages": HI, "stop": [""]}, "stop[0]", "empty"),
         ({"messages": HI, "seed": 1.5}, "seed", "integer"),
         ({"messages": HI, "n": 2}, "n", "not supported"),
+        (
+            {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}},
+            "response_format.json_schema.schema",
+            "Invalid type: colour",
+        ),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"messages": HI, "structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        (
+            {"messages": HI, "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "response_format",
+        ),
+        ({"messages": HI, "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "end token"),
         ({"messages": HI, "frequency_penalty": 1.0}, "frequency_penalty", "not supported"),
         ({"messages": HI, "logit_bias": {"1": 5.0}}, "logit_bias", "not supported"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
