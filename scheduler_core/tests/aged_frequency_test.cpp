@@ -2,17 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include "cache/prefix/prefix_hasher.h"
+#include "coordinator_fixture.h"
 
 namespace pdmesh {
 namespace {
-
-std::vector<Digest> ChainOf(std::int32_t content, std::int32_t num_grains) {
-  const std::vector<std::int32_t> tokens(static_cast<std::size_t>(num_grains), content);
-  GrainChain chain(1, {});
-  chain.ExtendTo(tokens, num_grains);
-  return {chain.digests().begin(), chain.digests().end()};
-}
 
 std::vector<int> UsesOf(const PromptUses& prompt, std::int64_t num_grains) {
   std::vector<int> uses;

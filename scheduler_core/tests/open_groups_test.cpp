@@ -4,8 +4,7 @@
 
 #include <random>
 
-#include "cache/coordinator/cache_coordinator.h"
-#include "cache/prefix/prefix_hasher.h"
+#include "coordinator_fixture.h"
 
 namespace pdmesh {
 namespace {
@@ -28,13 +27,6 @@ CacheGroupSpec State() {
           .block_granularity = 4,
           .cache_blocks_per_lcm_block = 1,
           .kind = AttentionKind::kState};
-}
-
-std::vector<Digest> ChainOf(std::int32_t content) {
-  std::vector<std::int32_t> tokens(kNumGrains, content);
-  GrainChain chain(1, {});
-  chain.ExtendTo(tokens, kNumGrains);
-  return {chain.digests().begin(), chain.digests().end()};
 }
 
 // A request that holds blocks in every slot of the groups it takes part in, and holes in the others.
@@ -96,7 +88,7 @@ std::vector<std::int64_t> CachedSlots(const CacheCoordinator& coordinator, std::
 TEST(OpenGroups, SlidingGroupsConvergeOnACommonBoundaryWhicheverComesFirst) {
   for (const bool x_comes_first : {true, false}) {
     CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(10), Sliding(10)});
-    const std::vector<Digest> digests = ChainOf(1);
+    const std::vector<Digest> digests = ChainOf(1, kNumGrains);
     const std::vector<bool> only_x = {true, x_comes_first, !x_comes_first};
     const std::vector<bool> only_y = {true, !x_comes_first, x_comes_first};
     PublishOnce(coordinator, {true, false, false}, digests, 8);
@@ -119,7 +111,7 @@ TEST(OpenGroups, SlidingGroupsConvergeOnACommonBoundaryWhicheverComesFirst) {
 // behaviour: E7
 TEST(OpenGroups, OneEmptyGroupLeavesNoHit) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(10), State()});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   PublishOnce(coordinator, {true, true, false}, digests, 8);
   EXPECT_EQ(coordinator.ProbePrefix(digests, kNumGrains).hit_tokens, 0);
 }
@@ -127,7 +119,7 @@ TEST(OpenGroups, OneEmptyGroupLeavesNoHit) {
 // behaviour: E8, E9
 TEST(OpenGroups, WhatTheClosedGroupsAloneBackIsToldApart) {
   CacheCoordinator coordinator(kGrain, 200, {State(), Full()});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   PublishOnce(coordinator, {false, true}, digests, 8);
   PublishOnce(coordinator, {true, true}, digests, 4);
   const PrefixProbe probe = coordinator.ProbePrefix(digests, kNumGrains);
@@ -142,7 +134,7 @@ TEST(OpenGroups, WhatTheClosedGroupsAloneBackIsToldApart) {
 // behaviour: E11
 TEST(OpenGroups, AStateDoesNotLimitWhatAPeerIsAskedFor) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), State()});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   PublishOnce(coordinator, {true, false}, digests, 8);
   const PrefixProbe probe = coordinator.ProbePrefix(digests, 7, ProbeScope::kHistoryGroups);
   EXPECT_EQ(probe.hit_tokens, 28);
@@ -176,7 +168,7 @@ TEST(OpenGroups, AHitIsTheHighestBoundaryThatEveryGroupBacksAlone) {
   for (int round = 0; round < 400; ++round) {
     const auto& specs = mixes[chance() % mixes.size()];
     CacheCoordinator coordinator(kGrain, 120, specs);
-    const std::vector<Digest> digests = ChainOf(1);
+    const std::vector<Digest> digests = ChainOf(1, kNumGrains);
     for (int i = 0; i < 6; ++i) {
       std::vector<bool> takes_part;
       for (const CacheGroupSpec& spec : specs) {
@@ -184,7 +176,8 @@ TEST(OpenGroups, AHitIsTheHighestBoundaryThatEveryGroupBacksAlone) {
       }
       // Other content drives some of it out again.
       const bool is_other = i > 2 && chance() % 3 == 0;
-      const std::vector<Digest> content = is_other ? ChainOf(static_cast<std::int32_t>(100 + i)) : digests;
+      const std::vector<Digest> content =
+          is_other ? ChainOf(static_cast<std::int32_t>(100 + i), kNumGrains) : digests;
       PublishOnce(coordinator, takes_part, content, static_cast<std::int32_t>(1 + chance() % kNumGrains));
     }
     const std::int64_t bound = static_cast<std::int64_t>(chance() % (kNumGrains + 1));
@@ -210,11 +203,11 @@ TEST(OpenGroups, AHitIsTheHighestBoundaryThatEveryGroupBacksAlone) {
 // behaviour: H9
 TEST(OpenGroups, ASlidingGroupPublishesItsLookbackBeforeTheNewestBoundary) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(9)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   PublishOnce(coordinator, {true, true}, digests, 3);
   EXPECT_EQ(CachedSlots(coordinator, 0, digests), (std::vector<std::int64_t>{0, 1, 2}));
   EXPECT_EQ(CachedSlots(coordinator, 1, digests), (std::vector<std::int64_t>{1, 2}));
-  const std::vector<Digest> others = ChainOf(2);
+  const std::vector<Digest> others = ChainOf(2, kNumGrains);
   Holder holder(coordinator, {true, true});
   coordinator.Publish(holder.tables, holder.admission->epoch,
                       {.digests = others, .first_grain = 0, .end_grain = 3});
@@ -227,7 +220,7 @@ TEST(OpenGroups, ASlidingGroupPublishesItsLookbackBeforeTheNewestBoundary) {
 // behaviour: H9
 TEST(OpenGroups, HolesAreNotPublished) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(9)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   PublishOnce(coordinator, {true, false}, digests, 3);
   EXPECT_TRUE(CachedSlots(coordinator, 1, digests).empty());
 }
@@ -235,7 +228,7 @@ TEST(OpenGroups, HolesAreNotPublished) {
 // behaviour: H15, H16
 TEST(OpenGroups, AStateIsPublishedOnlyWhereItWasRecordedAndIsWorthIt) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), State()});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   Holder holder(coordinator, {true, true});
   const auto publish = [&](std::int32_t first, std::int32_t end, BoundaryKind kind, std::int64_t checkpoint) {
     coordinator.Publish(holder.tables, holder.admission->epoch,
@@ -313,7 +306,7 @@ TEST(OpenGroups, AHitEntryIsEstablished) {
 // behaviour: D8
 TEST(OpenGroups, PublishingAgainMayRaiseTheKindAndNeverLowersIt) {
   CacheCoordinator coordinator(kGrain, 200, {Full(), Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   const auto kind_of_last = [&] {
     const CacheGroup& sliding = coordinator.group(1);
     return sliding.index.Find(sliding.keys.KeyOf(digests, 2))->kind;
@@ -366,7 +359,7 @@ const PrefixProbe kNoHit{.hits = {{}}};
 // behaviour: G7, G13, G14
 TEST(BlockReserve, WhatSlidOutPaysForTheSameAdmissionEvenWhenItWasPublished) {
   CacheCoordinator coordinator(kGrain, 2, {Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   Slider slider(coordinator, kNoHit, 8);
   EXPECT_EQ(slider.ids(), (std::vector<std::int32_t>{1, 2}));
   slider.Step(digests);
@@ -378,7 +371,7 @@ TEST(BlockReserve, WhatSlidOutPaysForTheSameAdmissionEvenWhenItWasPublished) {
 // behaviour: G13, H8
 TEST(BlockReserve, PublishedBlocksStayCachedWhileThereIsRoom) {
   CacheCoordinator coordinator(kGrain, 4, {Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   Slider slider(coordinator, kNoHit, 8);
   slider.Step(digests);
   slider.Step(digests);
@@ -389,7 +382,7 @@ TEST(BlockReserve, PublishedBlocksStayCachedWhileThereIsRoom) {
 // behaviour: G14, K14
 TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   CacheCoordinator coordinator(kGrain, 4, {Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   Slider first(coordinator, kNoHit, 8);
   first.Step(digests);  // publishes the boundary at 8, which block 2 backs
   Slider second(coordinator, coordinator.ProbePrefix(digests, 2), 4);
@@ -398,7 +391,7 @@ TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
   EXPECT_EQ(coordinator.pool().num_empty_lcm_blocks(), 0) << "the shared block counts once, so one is kept";
   EXPECT_EQ(coordinator.reserve().num_kept(0), 1);
   first.Step(digests);  // slides past the shared block, which stays taken, and still gets its next one
-  second.Step(ChainOf(1));
+  second.Step(ChainOf(1, kNumGrains));
   first.Step(digests);
   EXPECT_EQ(coordinator.reserve().num_promised(0), 4);
 }
@@ -406,7 +399,7 @@ TEST(BlockReserve, ARequestThatSharesABlockPaysForItself) {
 // behaviour: K14, T1
 TEST(BlockReserve, AnAdmissionThatWouldBreakAPromiseFailsAndChangesNothing) {
   CacheCoordinator coordinator(kGrain, 3, {Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   Slider first(coordinator, kNoHit, 8);
   first.Step(digests);
   const std::vector<std::int32_t> ids = first.ids();
@@ -419,7 +412,7 @@ TEST(BlockReserve, AnAdmissionThatWouldBreakAPromiseFailsAndChangesNothing) {
 
 TEST(BlockReserve, EverythingComesBackAtTheEnd) {
   CacheCoordinator coordinator(kGrain, 6, {Sliding(5)});
-  const std::vector<Digest> digests = ChainOf(1);
+  const std::vector<Digest> digests = ChainOf(1, kNumGrains);
   {
     Slider first(coordinator, kNoHit, 4);
     EXPECT_EQ(coordinator.reserve().num_kept(0), 1);

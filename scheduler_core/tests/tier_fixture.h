@@ -7,17 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "cache/coordinator/cache_coordinator.h"
-#include "cache/prefix/prefix_hasher.h"
+#include "coordinator_fixture.h"
 
 namespace pdmesh {
-
-inline std::vector<Digest> ChainOf(std::int32_t content, std::int32_t num_grains) {
-  std::vector<std::int32_t> tokens(static_cast<std::size_t>(num_grains), content);
-  GrainChain chain(1, {});
-  chain.ExtendTo(tokens, num_grains);
-  return {chain.digests().begin(), chain.digests().end()};
-}
 
 inline CacheGroupSpec FullGroup(std::int32_t block_granularity, std::int32_t packing = 1,
                                 std::int32_t shard_count = 1) {
