@@ -63,6 +63,13 @@ class Pool:
     def children_of(self, lcm_block: int) -> list[Block]:
         return [block for block in self.taken if block.lcm_block == lcm_block]
 
+    def children(self) -> dict[int, list[Block]]:
+        """Of every parent, the empty ones included."""
+        children: dict[int, list[Block]] = {lcm_block: [] for lcm_block in range(1, self.num_lcm_blocks + 1)}
+        for block in self.taken:
+            children[block.lcm_block].append(block)
+        return children
+
     def used_slots(self, group: int) -> dict[int, list[int]]:
         """Of the parents that the group has bound."""
         used: dict[int, list[int]] = {}

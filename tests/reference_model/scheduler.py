@@ -276,8 +276,8 @@ class ReferenceScheduler:
         return tables or [[] for _ in self.shape.groups]
 
     def gauges(self) -> Gauges:
-        quarantined = self.quarantined_blocks()
-        places = [self.place_of(lcm_block, quarantined) for lcm_block in range(1, self.shape.num_lcm_blocks + 1)]
+        quarantined = set(self.quarantined_blocks())
+        places = [self.place_of(children, quarantined) for children in self.books.coordinator.pool.children().values()]
         live = [request for request in self.books.requests if request.phase is not Phase.FINISHED]
         return Gauges(
             total_lcm_blocks=self.shape.num_lcm_blocks,
@@ -293,9 +293,7 @@ class ReferenceScheduler:
 
     def host_gauges(self) -> dict[str, int]:
         tiers = self.books.coordinator.tiers
-        parents = (
-            [] if tiers is None else [tiers.pool.children_of(each + 1) for each in range(tiers.pool.num_lcm_blocks)]
-        )
+        parents = [] if tiers is None else tiers.pool.children().values()
         empty = sum(not children for children in parents)
         cached = sum(bool(children) and all(each.owners == [INDEX] for each in children) for children in parents)
         return {
@@ -309,9 +307,8 @@ class ReferenceScheduler:
         tables = [table for request in self.books.in_phase(Phase.QUARANTINED) for table in request.tables]
         return [block for table in tables for block in table.slots if block is not None]
 
-    def place_of(self, lcm_block: int, quarantined: list[Block]) -> str:
+    def place_of(self, children: list[Block], quarantined: set[Block]) -> str:
         """A parent with a quarantined child counts as quarantined; cached is one that the index alone holds."""
-        children = self.books.coordinator.pool.children_of(lcm_block)
         if not children:
             return "empty"
         if any(child in quarantined for child in children):
