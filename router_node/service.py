@@ -53,17 +53,14 @@ class InferenceService:
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: RpcContext
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=[self.model_card()])
-
-    def model_card(self) -> inference_pb2.ModelCard:
-        """Name and limits of the model that is served."""
         routing = self._parts.routing
         limits, context_tokens = routing.pool.limits(), routing.tokenizer.max_context_tokens
-        return inference_pb2.ModelCard(
+        card = inference_pb2.ModelCard(
             name=self._parts.model_name,
             context_tokens=context_tokens if limits is None else min(context_tokens, limits.context_tokens),
             vocab_size=routing.tokenizer.vocab_size,
         )
+        return inference_pb2.ListModelsResponse(models=[card])
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: RpcContext

@@ -122,7 +122,9 @@ def _grammar(form: OutputForm) -> str:
     if form.kind is FormKind.REGEX:
         return llguidance.LLMatcher.grammar_from_regex(form.source)
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(form.source, overrides={"whitespace_pattern": _WHITE_SPACE})
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            form.source, overrides={"whitespace_pattern": _WHITE_SPACE}
+        )
     except ValueError as error:
         raise _refusal(form, str(error)) from None
 

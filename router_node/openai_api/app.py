@@ -27,9 +27,9 @@ from starlette.types import Receive, Scope, Send
 
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.clock import Clock
-from node_runtime.errors import NodeError, RequestCancelled
+from node_runtime.errors import NodeError, RequestCancelled, UnknownModel
 from node_runtime.request_rules import check_request_id
-from node_runtime.rpc import RpcContext
+from node_runtime.rpc import Credentials, RpcContext
 from router_node.openai_api.answers import AnswerHead, AnswerShape, ChatAnswer, CompletionAnswer, JsonObject
 from router_node.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
 from router_node.openai_api.failures import BadBody, HttpFailure, failure_for
@@ -64,7 +64,16 @@ class CallRunner(Protocol):
         peer: str,
         limit_s: float | None,
         metadata: Sequence[tuple[str, str | bytes]],
+        credentials: Credentials,
     ) -> ResultT: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """What the caller of a request shows: a token, as clients of the API call a key."""
+
+    authorization: str
+    certificate_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +91,14 @@ class ApiParts:
 
 def make_app(parts: ApiParts) -> Starlette:
     """The application with all its endpoints."""
-    models = _Models(parts)
+    questions = _Questions(parts)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", _Generation(parts, ChatBody, ChatAnswer), methods=["POST"]),
             Route("/v1/completions", _Generation(parts, CompletionBody, CompletionAnswer), methods=["POST"]),
-            Route("/v1/models", models.list_all, methods=["GET"]),
-            Route("/v1/models/{name:path}", models.show_one, methods=["GET"]),
-            Route("/health", models.health, methods=["GET"]),
+            Route("/v1/models", questions.list_all, methods=["GET"]),
+            Route("/v1/models/{name:path}", questions.show_one, methods=["GET"]),
+            Route("/health", questions.health, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _refuse_unknown_path, Exception: _report_defect},
     )
@@ -109,7 +118,7 @@ async def _report_defect(request: Request, error: Exception) -> Response:
     return JSONResponse(failure.body(), status_code=500)
 
 
-class _Models:
+class _Questions:
     """The endpoints that generate nothing."""
 
     def __init__(self, parts: ApiParts) -> None:
@@ -117,20 +126,30 @@ class _Models:
         self._created_s = _unix_s(parts.clock)
 
     async def list_all(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return await self._answer(request, "")
 
     async def show_one(self, request: Request) -> Response:
-        name = str(request.path_params["name"])
-        if name != self._parts.model_name:
-            failure = HttpFailure(
-                status=404,
-                message=f'model: "{name}" is not served here, only "{self._parts.model_name}" is',
-                kind="invalid_request_error",
-                param="model",
-                code="model_not_found",
-            )
-            return JSONResponse(failure.body(), status_code=404)
-        return JSONResponse(self._card())
+        return await self._answer(request, str(request.path_params["name"]))
+
+    async def _answer(self, request: Request, name: str) -> Response:
+        """The model of that name, or the list of all; refused to those who may not know."""
+
+        async def look(context: RpcContext) -> JsonObject:
+            listed = await self._parts.inference.ListModels(inference_pb2.ListModelsRequest(), context)
+            cards = [self._card(model) for model in listed.models]
+            if not name:
+                return {"object": "list", "data": cards}
+            for card in cards:
+                if card["id"] == name:
+                    return card
+            served = ", ".join(f'"{card["id"]}"' for card in cards)
+            raise UnknownModel(f'model: "{name}" is not served here, only {served} is')
+
+        try:
+            return JSONResponse(await _run(self._parts.calls, request, "ListModels", look))
+        except NodeError as error:
+            failure = failure_for(error, {})
+            return JSONResponse(failure.body(), status_code=failure.status, headers=failure.headers())
 
     async def health(self, request: Request) -> Response:
         is_serving = self._parts.is_ready() and not self._parts.calls.is_draining
@@ -138,14 +157,13 @@ class _Models:
             {"status": "serving" if is_serving else "not serving"}, status_code=200 if is_serving else 503
         )
 
-    def _card(self) -> JsonObject:
-        card = self._parts.inference.model_card()
+    def _card(self, model: inference_pb2.ModelCard) -> JsonObject:
         return {
-            "id": card.name,
+            "id": model.name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "pdmesh",
-            "max_model_len": card.context_tokens,
+            "max_model_len": model.context_tokens,
         }
 
 
@@ -161,12 +179,11 @@ class _Generation:
         request = Request(scope, receive)
         reply = _Reply(send)
         try:
-            await self._parts.calls.run_call(
+            await _run(
+                self._parts.calls,
+                request,
+                "Generate",
                 lambda context: self._serve(request, receive, reply, context),
-                method=f"{request.method} {request.url.path}",
-                peer="" if request.client is None else f"{request.client.host}:{request.client.port}",
-                limit_s=_asked_limit_s(request.headers.get(DEADLINE_HEADER)),
-                metadata=[(name.lower(), value) for name, value in request.headers.items()],
             )
         except NodeError as error:
             # A client that does not read was what made the call late: it is not waited for again.
@@ -196,6 +213,20 @@ class _Generation:
                     await _send_stream(responses, shape, reply)
                 else:
                     await _send_whole(responses, shape, reply)
+
+
+async def _run(
+    calls: CallRunner, request: Request, method: str, body: Callable[[RpcContext], Awaitable[ResultT]]
+) -> ResultT:
+    """As a call of that method of the Inference service. Raises NodeError."""
+    return await calls.run_call(
+        body,
+        method=f"/pdmesh.v1.Inference/{method}",
+        peer="" if request.client is None else f"{request.client.host}:{request.client.port}",
+        limit_s=_asked_limit_s(request.headers.get(DEADLINE_HEADER)),
+        metadata=[(name.lower(), value) for name, value in request.headers.items()],
+        credentials=_Shown(authorization=request.headers.get("authorization", "")),
+    )
 
 
 async def _send_whole(

@@ -23,11 +23,14 @@ _SERVER: Final = "server_error"
 # How the API says that a name is wrong, that waiting helps, or that the context is too short, where it has a word.
 _MODEL_NOT_FOUND: Final = "model_not_found"
 _RATE_LIMITED: Final = "rate_limit_exceeded"
+_CODES: Mapping[str, str] = MappingProxyType({"NOT_FOUND": _MODEL_NOT_FOUND, "UNAUTHENTICATED": "invalid_api_key"})
 
 # By the name of the gRPC status: HTTP status and type of error.
 _KIND_BY_STATUS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "INVALID_ARGUMENT": (400, _INVALID),
+        "UNAUTHENTICATED": (401, _INVALID),
+        "PERMISSION_DENIED": (403, _INVALID),
         "NOT_FOUND": (404, _INVALID),
         "ALREADY_EXISTS": (409, _INVALID),
         # Without a delay after which it would succeed: too large for ever.
@@ -70,8 +73,9 @@ class HttpFailure:
         return json.dumps(self.body(), ensure_ascii=False).encode()
 
     def headers(self) -> dict[str, str]:
+        challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is None:
-            return {}
+            return challenge
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
@@ -81,14 +85,12 @@ def failure_for(error: NodeError, field_names: Mapping[str, str]) -> HttpFailure
         return HttpFailure(status=error.http_status, message=error.message, kind=_INVALID, param=error.param)
     grpc_status = status_of(error).name
     status, kind = _KIND_BY_STATUS.get(grpc_status, (500, _SERVER))
-    message, param, code = error.message, None, None
+    message, param, code = error.message, None, _CODES.get(grpc_status)
     if grpc_status == "RESOURCE_EXHAUSTED" and error.retry_after_s is not None:
         status, kind, code = 429, _OVERLOADED, _RATE_LIMITED
     elif kind == _INVALID and (match := _FIELD_AND_RULE.fullmatch(message)) is not None:
         param = _named_by_client(match["field"], field_names)
         message = f"{param}: {match['rule']}"
-    if grpc_status == "NOT_FOUND":
-        code = _MODEL_NOT_FOUND
     return HttpFailure(
         status=status, message=message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -444,6 +446,31 @@ async def test_the_callers_trace_and_request_id_go_on_to_the_nodes(
     assert decode.requests[0].request_id == "mine"
     assert answer.headers["x-request-id"] == "mine"
     assert answer.headers["date"].endswith("GMT")
+
+
+async def test_tenants_show_their_token_as_the_key_of_the_api(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path
+) -> None:
+    digest = hashlib.sha256(b"open sesame").hexdigest()
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text(f"tenants: [{{name: ali, token_sha256: [{digest}], max_live_requests: 1}}]")
+    decode.script = [tokens_event("a"), Hang()]
+    router = await start_router(prefill, decode, http="127.0.0.1:0", tenants=str(tenants))
+    async with _client(router) as stranger:
+        for call in (stranger.completions.create(model="tiny", prompt="hi"), stranger.models.retrieve("tiny")):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await call
+            assert (refused.value.code, refused.value.response.headers["www-authenticate"]) == (
+                "invalid_api_key",
+                "Bearer",
+            )
+        assert not decode.requests
+        ali = stranger.with_options(api_key="open sesame")
+        stream = await ali.completions.create(model="tiny", prompt="hi", stream=True)
+        assert decode.requests[0].extra_keys
+        with pytest.raises(openai.RateLimitError, match="tenant ali already has 1 requests"):
+            await ali.completions.create(model="tiny", prompt="hi")
+        await stream.close()
 
 
 async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
