@@ -131,7 +131,7 @@ fi
 
 # Native code, generated protos and package metadata; Python sources are used in place.
 sources=$({ find CMakeLists.txt pyproject.toml protos scheduler_core/CMakeLists.txt scheduler_core/csrc scheduler_core/bindings \
-              model_runtime/kernels -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-64)
+              cache_runtime/CMakeLists.txt cache_runtime/transfer/csrc model_runtime/kernels -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-64)
 if [ "$(cat $venv/.built 2>/dev/null || true)" != "$sources" ]; then
   step "building native code and protos"
   export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
