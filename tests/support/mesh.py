@@ -110,6 +110,16 @@ class Mesh:
             node.clear_cache()
             assert node.status().arena.empty_lcm_blocks == self.empty_lcm_blocks[name], name
 
+    def wait_until_whole(self, timeout_s: float = 60.0) -> None:
+        """Every process serves, and the router uses every node."""
+        for node in (*self.nodes.values(), self.router):
+            node.wait_serving(timeout_s)
+        wait_until(
+            lambda: {peer.state for peer in self.router.status().peers} == {"ready"},
+            timeout_s,
+            "the router uses all nodes",
+        )
+
     def num_steps(self) -> dict[str, int]:
         return {name: node.status().num_steps for name, node in self.nodes.items()}
 

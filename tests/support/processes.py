@@ -32,6 +32,7 @@ class NodeProcess:
     ) -> None:
         """`prefix`: words before the command that become this process, such as those that enter a namespace."""
         self.name = name or role
+        self._role, self._arguments, self._folder, self._prefix = role, tuple(arguments), folder, prefix
         self.log_path = folder / f"{self.name}.log"
         ready_path = folder / f"{self.name}.ready"
         ready_path.unlink(missing_ok=True)
@@ -59,6 +60,16 @@ class NodeProcess:
             time.sleep(0.02)
         self.process.kill()
         raise RuntimeError(f"{self.name} was not ready within {START_TIMEOUT_S} s:\n{self.log_text()}")
+
+    def start_successor(self) -> NodeProcess:
+        """Another process with the same arguments at the address of this one, which must have ended."""
+        port = self.address.rsplit(":", 1)[1]
+        arguments = [*self._arguments, "--port", port]
+        return NodeProcess(self._role, arguments, self._folder, name=f"{self.name}-again", prefix=self._prefix)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
 
     def log_text(self) -> str:
         return self.log_path.read_text(errors="replace")

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc
 from support import prompts
-from support.mesh import COMPUTE, Mesh, is_quiet, start_disaggregated
-from support.processes import NodeProcess, stopping, wait_until
+from support.mesh import Mesh, is_quiet, start_disaggregated
+from support.processes import stopping, wait_until
 
 CLIENT = """
 import sys
@@ -23,12 +23,26 @@ for response in Client(sys.argv[1]).start(text="Once upon a time", max_tokens=20
 """
 
 
-@pytest.fixture
-def own_mesh(model_path: Path, tmp_path: Path) -> Iterator[Mesh]:
-    """A mesh whose processes a test may kill."""
-    mesh = start_disaggregated(model_path, tmp_path)
+@pytest.fixture(scope="module")
+def breakable_mesh(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    mesh = start_disaggregated(model_path, tmp_path_factory.mktemp("breakable"))
+    yield mesh
+    mesh.client.close()
     with stopping(mesh.router, *mesh.nodes.values()):
-        yield mesh
+        pass
+
+
+@pytest.fixture
+def own_mesh(breakable_mesh: Mesh) -> Mesh:
+    """A mesh whose processes a test may end: whoever is gone is replaced before the next test."""
+    mesh = breakable_mesh
+    for role, node in mesh.nodes.items():
+        if not node.is_running:
+            mesh.nodes[role] = node.start_successor()
+    if not mesh.router.is_running:
+        mesh.router = mesh.router.start_successor()
+    mesh.wait_until_whole()
+    return mesh
 
 
 def test_killing_the_client_mid_stream_stops_the_work_on_all_nodes(mesh: Mesh) -> None:
@@ -86,7 +100,7 @@ def test_a_deadline_that_passes_ends_the_request_everywhere(mesh: Mesh) -> None:
 
 
 def test_killing_the_prefill_process_fails_only_its_requests_and_a_new_one_is_used(
-    own_mesh: Mesh, model_path: Path, tmp_path: Path
+    own_mesh: Mesh,
 ) -> None:
     mesh = own_mesh
     expected = mesh.client.generate(text="Once upon a time", max_tokens=200, ignore_eos=True).token_ids
@@ -97,7 +111,6 @@ def test_killing_the_prefill_process_fails_only_its_requests_and_a_new_one_is_us
         failing = [pool.submit(mesh.client.error, 60.0, token_ids=ids, max_tokens=4) for ids in prompts_in_prefill]
         prefill = mesh.nodes["prefill"]
         wait_until(lambda: prefill.status().num_handoffs == 4, 20.0, "the prompts are being prefilled")
-        port = prefill.address.rsplit(":", 1)[1]
         prefill.kill()
         errors = [future.result() for future in failing]
     for code, message in errors:
@@ -111,16 +124,14 @@ def test_killing_the_prefill_process_fails_only_its_requests_and_a_new_one_is_us
 
     code, _ = mesh.client.error(10.0, text="x", max_tokens=2)
     assert code == grpc.StatusCode.UNAVAILABLE
-    arguments = ["--model", str(model_path), "--port", port, *COMPUTE]
-    mesh.nodes["prefill"] = NodeProcess("prefill", arguments, tmp_path, name="prefill-again")
-    with stopping(mesh.nodes["prefill"]):
-        mesh.router.wait_serving()
-        wait_until(
-            lambda: mesh.client.generate(text="The capital of France is", max_tokens=1).text == " Paris",
-            20.0,
-            "the mesh serves again",
-        )
-        mesh.assert_all_blocks_return()
+    mesh.nodes["prefill"] = prefill.start_successor()
+    mesh.router.wait_serving()
+    wait_until(
+        lambda: mesh.client.generate(text="The capital of France is", max_tokens=1).text == " Paris",
+        20.0,
+        "the mesh serves again",
+    )
+    mesh.assert_all_blocks_return()
 
 
 def test_a_decode_node_that_dies_frees_the_prefill_node(own_mesh: Mesh) -> None:
@@ -138,9 +149,7 @@ def test_a_decode_node_that_dies_frees_the_prefill_node(own_mesh: Mesh) -> None:
     wait_until(lambda: is_quiet(prefill), 20.0, "the prefill node holds nothing")
 
 
-def test_a_restarted_prefill_node_at_the_same_address_is_a_new_peer(
-    own_mesh: Mesh, model_path: Path, tmp_path: Path
-) -> None:
+def test_a_restarted_prefill_node_at_the_same_address_is_a_new_peer(own_mesh: Mesh) -> None:
     mesh = own_mesh
     prefill, decode = mesh.nodes["prefill"], mesh.nodes["decode"]
     stub = decode_pb2_grpc.DecodeStub(decode.channel)
@@ -154,26 +163,21 @@ def test_a_restarted_prefill_node_at_the_same_address_is_a_new_peer(
     before = ask("before")
     incarnation = prefill.info().incarnation
     prefill.kill()
-    arguments = ["--model", str(model_path), "--port", prefill.address.rsplit(":", 1)[1], *COMPUTE]
-    again = NodeProcess("prefill", arguments, tmp_path, name="prefill-again")
-    with stopping(again):
-        assert again.info().incarnation != incarnation
-        assert ask("after") == before
+    mesh.nodes["prefill"] = prefill.start_successor()
+    assert mesh.nodes["prefill"].info().incarnation != incarnation
+    assert ask("after") == before
 
 
-@pytest.mark.parametrize("role", ["router", "decode", "prefill"])
-def test_sigterm_ends_a_node_cleanly(own_mesh: Mesh, role: str) -> None:
-    assert own_mesh.client.generate(text="The capital of France is", max_tokens=1).text == " Paris"
-    node = own_mesh.router if role == "router" else own_mesh.nodes[role]
-    assert node.stop() == 0
-    assert "Traceback" not in node.log_text()
-
-
-def test_sigterm_lets_running_streams_finish(own_mesh: Mesh) -> None:
-    stream = own_mesh.client.start(text="Once upon a time", max_tokens=61, ignore_eos=True)
+def test_sigterm_lets_running_streams_finish_and_ends_every_node_cleanly(own_mesh: Mesh) -> None:
+    mesh = own_mesh
+    stream = mesh.client.start(text="Once upon a time", max_tokens=61, ignore_eos=True)
     while next(stream).WhichOneof("event") != "delta":
         pass
-    decode = own_mesh.nodes["decode"].process
-    decode.terminate()
+    decode, prefill = mesh.nodes["decode"], mesh.nodes["prefill"]
+    decode.process.terminate()
     assert sum(len(response.delta.tokens) for response in stream) == 60
-    assert decode.wait(timeout=20) == 0
+    assert decode.process.wait(timeout=20) == 0
+    assert prefill.stop() == 0
+    assert mesh.router.stop() == 0
+    for node in (decode, prefill, mesh.router):
+        assert "Traceback" not in node.log_text()
