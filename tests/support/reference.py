@@ -1,4 +1,4 @@
-"""The reference implementation: transformers on the same GGUF file, float32, greedy, one prompt at a time."""
+"""The reference implementation: transformers on the same GGUF file, float32, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -29,20 +29,15 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, dtype=torch.float32, **source).eval()
 
     @torch.inference_mode()
-    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[Step]:
-        """The next `num_tokens` tokens with the logits each was chosen from."""
-        steps: list[Step] = []
-        inputs, cache, position = list(token_ids), None, 0
-        while len(steps) < num_tokens:
-            positions = torch.arange(position, position + len(inputs))[None]
-            output = self.model(
-                input_ids=torch.tensor([inputs]), position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1
-            )
-            cache, position = output.past_key_values, position + len(inputs)
-            logits = output.logits[0, -1]
-            steps.append(Step(int(logits.argmax()), logits))
-            inputs = [steps[-1].token_id]
-        return steps
+    def choices_along(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Step]:
+        """Its choice behind the prompt and each beginning of the answer, the whole answer excepted.
+
+        One pass over all of them: while the answer is what it would have chosen itself, these are the steps of its own
+        greedy run.
+        """
+        inputs = torch.tensor([[*prompt, *answer[:-1]]])
+        logits = self.model(input_ids=inputs, use_cache=False, logits_to_keep=len(answer)).logits[0]
+        return [Step(int(row.argmax()), row) for row in logits]
 
 
 def assert_same_greedy_tokens(

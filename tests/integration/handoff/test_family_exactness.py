@@ -12,7 +12,7 @@ from pdmesh.v1 import inference_pb2
 from support.fake_mesh import Answer, FakeMesh, FakeNode
 from support.model_core import model_core
 from transformers import PreTrainedModel
-from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.reference_models import random_prompt, reference_choices, save
 from unit.model_runtime.tiny_models import TINY_MODELS
 
 from cache_runtime.recipes.spec import CacheFamily
@@ -32,8 +32,9 @@ class Pair:
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
 
-    def greedy(self, prompt: list[int]) -> list[int]:
-        return reference_greedy(self.reference, prompt, NUM_TOKENS)
+    def assert_exact(self, prompt: list[int], token_ids: list[int]) -> None:
+        assert len(token_ids) == NUM_TOKENS
+        assert token_ids == reference_choices(self.reference, prompt, token_ids)
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS)
@@ -73,7 +74,8 @@ async def test_exact_disaggregated_equals_fused_equals_the_reference(
     prompt = pair.prompt(num_tokens, seed=num_tokens)
     disaggregated = await answer(mesh, decode, prefill, prompt)
     alone = await answer(mesh, fused, prefill, prompt)
-    assert disaggregated.token_ids == alone.token_ids == pair.greedy(prompt)
+    assert disaggregated.token_ids == alone.token_ids
+    pair.assert_exact(prompt, disaggregated.token_ids)
     assert disaggregated.finish.timings.transferred_blocks == num_shipped(decode, num_tokens, 0)
     for node in (prefill, decode, fused):
         await node.assert_all_blocks_return()
@@ -85,7 +87,7 @@ async def test_exact_after_prefix_hits_on_either_side(pair: Pair, mesh: FakeMesh
     shared = pair.prompt(5 * GRAIN, seed=4)
     await answer(mesh, decode, prefill, [*shared, 5], max_tokens=2)
     warm = await answer(mesh, decode, prefill, [*shared, 9, 8])
-    assert warm.token_ids == pair.greedy([*shared, 9, 8])
+    pair.assert_exact([*shared, 9, 8], warm.token_ids)
     await decode.assert_all_blocks_return()
     cold = await answer(mesh, decode, prefill, [*shared, 9, 8])
     assert cold.token_ids == warm.token_ids
@@ -102,7 +104,7 @@ async def test_exact_for_many_requests_at_a_time(pair: Pair, mesh: FakeMesh) -> 
     prompts = [[*(shared if index % 2 else []), *pair.prompt(5 + 4 * index, seed=index)] for index in range(8)]
     answers = await asyncio.gather(*(answer(mesh, decode, prefill, prompt) for prompt in prompts))
     for prompt, told in zip(prompts, answers, strict=True):
-        assert told.token_ids == pair.greedy(prompt)
+        pair.assert_exact(prompt, told.token_ids)
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
 

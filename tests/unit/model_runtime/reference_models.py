@@ -20,6 +20,14 @@ def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> torch.Ten
     return logits
 
 
+def reference_choices(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[int]:
+    """The reference's likeliest token behind the prompt and each beginning of the answer, all in one pass.
+
+    An answer that equals them is the reference's own greedy one, token for token.
+    """
+    return reference_logits(reference, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
 @torch.inference_mode()
 def reference_greedy(reference: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy continuation by hand over the reference's own cache."""

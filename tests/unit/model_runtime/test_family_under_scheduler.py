@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedModel
 from unit.model_runtime.fused_run import FusedRun
-from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.reference_models import random_prompt, reference_choices, save
 from unit.model_runtime.tiny_models import TINY_MODELS
 
 from cache_runtime.recipes.spec import CacheFamily
@@ -50,7 +50,7 @@ class Pair:
     def assert_exact(self, prompts: Mapping[str, list[int]], generated: Mapping[str, list[int]]) -> None:
         for request_id, prompt in prompts.items():
             tokens = generated[request_id]
-            assert tokens == reference_greedy(self.reference, prompt, len(tokens)), request_id
+            assert tokens == reference_choices(self.reference, prompt, tokens), request_id
 
     @property
     def has_states(self) -> bool:
