@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from cache_runtime.transfer.block_spans import block_spans
-from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, TransferEngine
+from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, Spans, StandingPermit, TransferEngine
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.events import AbortScheduling, DecodeAction, MarkDone, MarkQuiesced, Send
 from node_runtime.handoff.messages import Grant
@@ -20,12 +20,16 @@ _log = logging.getLogger(__name__)
 class GrantFence:
     """The permit of one handoff."""
 
-    def __init__(self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes) -> None:
-        """`manifest`: where this node's blocks lie."""
+    def __init__(
+        self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes, *, hashes: bool = False
+    ) -> None:
+        """`manifest`: where this node's blocks lie. `hashes`: whether what arrives is to be hashed, see `digests`."""
         self._plane = plane
         self._manifest = manifest
         self._handoff_id = handoff_id
+        self._hashes = hashes
         self._permit: Permit | None = None
+        self._is_closed = False
 
     @property
     def holds(self) -> bool:
@@ -45,13 +49,17 @@ class GrantFence:
         if self._permit is not None or not len(spans):
             return
         try:
-            self._permit = self._plane.allow(self._handoff_id, spans)
+            self._permit = self._plane.allow(self._handoff_id, spans, hashes=self._hashes)
         except EngineClosed as error:
             # The node stops; what the peer writes is refused.
             _log.info("the grant of a handoff cannot be filled any more: %s", error)
 
     def close(self) -> None:
         """Nothing more may be filled. Idempotent."""
-        if self._permit is not None:
+        if self._permit is not None and not self._is_closed:
+            self._is_closed = True
             self._permit.revoke()
-            self._permit = None
+
+    def digests(self, blocks: Spans) -> bytes:
+        """8 bytes per block: what it holds now, without reading again what was hashed when it arrived. Any thread."""
+        return StandingPermit().digests(blocks) if self._permit is None else self._permit.digests(blocks)

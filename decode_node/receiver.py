@@ -265,7 +265,9 @@ class IncomingHandoff:
 
     async def _verify(self, wanted: Verify) -> None:
         try:
-            damage = await asyncio.to_thread(self._verifier.find_damage, wanted.groups, wanted.checksums)
+            damage = await asyncio.to_thread(
+                self._verifier.find_damage, wanted.groups, wanted.checksums, self._fence.digests
+            )
         except Exception:
             _log.exception("a transfer cannot be verified")
             self._feed(GaveUp(code=_INTERNAL, message="internal error; the log of the decode node has the details"))

@@ -119,7 +119,7 @@ class RemotePrefill:
             wants_checksums=self._verifier.wants_next(),
             num_output_tokens=job.num_output_tokens,
         )
-        fence = GrantFence(peer.plane, self._manifest, start.handoff_id)
+        fence = GrantFence(peer.plane, self._manifest, start.handoff_id, hashes=start.wants_checksums)
         handoff = IncomingHandoff(
             engine_id=generation.engine_id,
             start=start,

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from cache_runtime.transfer.checksums import BlockHasher
+from cache_runtime.transfer.engine import Spans
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
 from node_runtime.handoff.messages import Checksums, GroupGrant
 
@@ -36,16 +39,20 @@ class TransferVerifier:
         self.num_verified += 1
         self.num_damaged += is_damaged
 
-    def find_damage(self, groups: Sequence[GroupGrant], checksums: Checksums) -> str:
-        """Where our blocks are not what was sent; empty when they are. Blocking: reads every byte of these blocks."""
+    def find_damage(self, groups: Sequence[GroupGrant], checksums: Checksums, digest: Callable[[Spans], bytes]) -> str:
+        """Where our blocks are not what was sent; empty when they are. Blocking: `digest` may read all of them."""
         granted = {group.group_id: group for group in groups}
+        spans: list[Spans] = []
         for told in checksums.fields:
             group = granted.get(self._group_of.get(told.field_id, ""))
-            end_slot = told.first_slot + told.num_blocks
-            where = f"{told.field_id}, table slots [{told.first_slot}, {end_slot})"
-            if group is None or told.first_slot < group.first_slot or end_slot > group.end_slot:
-                return f"checksums came for what was not granted: {where}"
-            blocks = group.block_ids[told.first_slot - group.first_slot : end_slot - group.first_slot]
-            if self._hasher.digests(told.field_id, blocks) != told.digests:
-                return f"the cache differs from what was sent in {where}"
+            if group is None or told.first_slot < group.first_slot or told.end_slot > group.end_slot:
+                return f"checksums came for what was not granted: {told.where}"
+            blocks = group.block_ids[told.first_slot - group.first_slot : told.end_slot - group.first_slot]
+            spans.append(self._hasher.spans(told.field_id, blocks))
+        digests = digest(np.concatenate(spans)) if spans else b""
+        begin = 0
+        for told in checksums.fields:
+            if digests[begin : begin + len(told.digests)] != told.digests:
+                return f"the cache differs from what was sent in {told.where}"
+            begin += len(told.digests)
         return ""

@@ -1,26 +1,34 @@
-"""Checksums of what one handoff ships: taken and sent block by block beside the transfer, on a thread of their own.
+"""Checksums of what one handoff ships: taken block by block while it is sent, and told of when it has landed.
 
 The engine thread says which blocks it is about to post; their rows are never modified after that, so it does not matter
-when they are hashed. They are told of once they have landed, so that the receiver can compare them while others are on
-their way. It knows no gRPC and no session.
+when they are hashed: by the link as it sends them, where it can, for then they need not be read from memory twice. They
+are told of once they have landed, so that the receiver can compare them while others are on their way. It knows no gRPC
+and no session.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from cache_runtime.transfer.checksums import BlockHasher
-from node_runtime.handoff.messages import Checksums, FieldChecksums
+from cache_runtime.transfer.engine import NO_SPANS
+from node_runtime.handoff.messages import DIGEST_BYTES, Checksums, FieldChecksums
+from prefill_node.outgoing import HashedWrite
 
 _log = logging.getLogger(__name__)
 
 # How many blocks of fields one message is about: enough to be rare, few enough to be compared long before the last ones
-# land. The upper limit keeps a message far below what gRPC takes.
+# land, which takes no time where they were hashed on arrival. The upper limit keeps a message far below what gRPC can
+# take.
 _MIN_PART_DIGESTS = 256
+_MIN_HASHED_PART_DIGESTS = 2048
 _MAX_PART_DIGESTS = 1 << 14
 
 
@@ -54,34 +62,53 @@ class TransferChecksums:
         handoff_id: bytes,
         tell: Callable[[ChecksumNews], None],
         on_fault: Callable[[Exception], None],
+        link_hashes: bool = False,
     ) -> None:
         """
         Args:
-            executor: One thread, so that the work of a handoff is done in the order in which it came.
-            tell: Hears the checksums, on the executor's thread.
-            on_fault: Hears why there are none, there too.
+            executor: One thread, which hashes in the order in which it was asked; idle where the link hashes.
+            tell: Hears the checksums, on any thread; must not block.
+            on_fault: Hears why there are none, in the same way.
+            link_hashes: Whether the link hashes what it sends, see `PeerLink`.
         """
         self._hasher = hasher
         self._executor = executor
         self._handoff_id = handoff_id
         self._tell = tell
         self._on_fault = on_fault
-        # Touched on the executor's thread only.
+        self._link_hashes = link_hashes
+        self._min_part_digests = _MIN_HASHED_PART_DIGESTS if link_hashes else _MIN_PART_DIGESTS
+        self._lock = threading.Lock()
         self._has_failed = False
         self._is_complete = False
         self._num_in_flight = 0
         self._num_parts = 0
         self._landed: list[FieldChecksums] = []
 
-    def posting(self, shipped: Sequence[ShippedBlocks]) -> Callable[[], None]:
-        """Has these blocks hashed. Call what is returned, on any thread, when they have landed."""
+    def posting(self, shipped: Sequence[ShippedBlocks]) -> HashedWrite:
+        """What is to be told of these blocks when they have landed. Hashed by the link as it sends, or beside it."""
+        with self._lock:
+            self._num_in_flight += 1
+        if self._link_hashes:
+            return self._hashed_by_link(shipped)
         hashed: list[FieldChecksums] = []
         self._submit(lambda: self._hash(shipped, hashed))
-        return lambda: self._submit(lambda: self._note_landed(hashed))
+        return HashedWrite(blocks=NO_SPANS, on_landed=lambda _: self._submit(lambda: self._note_landed(hashed)))
 
     def complete(self) -> None:
         """Nothing more is posted."""
-        self._submit(self._note_complete)
+        self._run(self._note_complete)
+
+    def _hashed_by_link(self, shipped: Sequence[ShippedBlocks]) -> HashedWrite:
+        try:
+            spans = [self._hasher.spans(field_id, piece.blocks) for piece in shipped for field_id in piece.field_ids]
+        except Exception as error:
+            self._fail(error)
+            return HashedWrite(blocks=NO_SPANS, on_landed=lambda _: None)
+        return HashedWrite(
+            blocks=np.concatenate(spans),
+            on_landed=lambda digests: self._run(lambda: self._note_landed(_split(shipped, digests))),
+        )
 
     def _submit(self, work: Callable[[], None]) -> None:
         try:
@@ -96,35 +123,53 @@ class TransferChecksums:
         try:
             work()
         except Exception as error:
-            _log.exception("the checksums of a transfer cannot be taken")
-            self._has_failed = True
-            self._on_fault(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("the checksums of a transfer cannot be taken", exc_info=error)
+        self._has_failed = True
+        self._on_fault(error)
 
     def _hash(self, shipped: Sequence[ShippedBlocks], hashed: list[FieldChecksums]) -> None:
-        self._num_in_flight += 1
         for piece in shipped:
             for field_id in piece.field_ids:
                 digests = self._hasher.digests(field_id, piece.blocks)
                 hashed.append(FieldChecksums(field_id=field_id, first_slot=piece.first_slot, digests=digests))
 
-    def _note_landed(self, hashed: list[FieldChecksums]) -> None:
-        self._num_in_flight -= 1
-        self._landed += hashed
-        self._tell_landed()
+    def _note_landed(self, hashed: Sequence[FieldChecksums]) -> None:
+        with self._lock:
+            self._num_in_flight -= 1
+            self._landed += hashed
+            self._tell_landed()
 
     def _note_complete(self) -> None:
-        self._is_complete = True
-        self._tell_landed()
+        with self._lock:
+            self._is_complete = True
+            self._tell_landed()
 
     def _tell_landed(self) -> None:
+        """The caller holds the lock, so that parts are told of in their order."""
         is_last = self._is_complete and not self._num_in_flight
-        if is_last or sum(item.num_blocks for item in self._landed) >= _MIN_PART_DIGESTS:
+        if is_last or sum(item.num_blocks for item in self._landed) >= self._min_part_digests:
             for fields in _parts(self._landed):
                 self._tell(Checksums(handoff_id=self._handoff_id, part=self._num_parts, fields=fields))
                 self._num_parts += 1
             self._landed.clear()
         if is_last:
             self._tell(ChecksumsComplete(num_parts=self._num_parts))
+
+
+def _split(shipped: Sequence[ShippedBlocks], digests: bytes) -> list[FieldChecksums]:
+    """`digests`: of every block of every field of every piece, in this order."""
+    split: list[FieldChecksums] = []
+    begin = 0
+    for piece in shipped:
+        num_bytes = len(piece.blocks) * DIGEST_BYTES
+        for field_id in piece.field_ids:
+            mine = digests[begin : begin + num_bytes]
+            split.append(FieldChecksums(field_id=field_id, first_slot=piece.first_slot, digests=mine))
+            begin += num_bytes
+    return split
 
 
 def _parts(landed: Sequence[FieldChecksums]) -> Iterator[tuple[FieldChecksums, ...]]:

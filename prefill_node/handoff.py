@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 
 from cache_runtime.transfer.checksums import BlockHasher
-from cache_runtime.transfer.engine import TransferError, TransferRefused, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.engine import PeerLink, TransferError, TransferRefused, TransferRevoked, TransferTimeout
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -124,10 +124,21 @@ class ChecksumTools:
     executor: Executor
 
     def begin(
-        self, handoff_id: bytes, tell: Callable[[ChecksumNews], None], on_fault: Callable[[Exception], None]
+        self,
+        handoff_id: bytes,
+        link: PeerLink,
+        tell: Callable[[ChecksumNews], None],
+        on_fault: Callable[[Exception], None],
     ) -> TransferChecksums:
-        """The checksums of one handoff; both callables are called on the executor's thread."""
-        return TransferChecksums(self.hasher, self.executor, handoff_id=handoff_id, tell=tell, on_fault=on_fault)
+        """The checksums of one handoff over `link`; both callables are called on the executor's thread."""
+        return TransferChecksums(
+            self.hasher,
+            self.executor,
+            handoff_id=handoff_id,
+            tell=tell,
+            on_fault=on_fault,
+            link_hashes=link.hashes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +300,7 @@ class PromptHandoff:
         )
         checksums = None
         if self._wants_checksums:
-            checksums = self._tools.checksums.begin(grant.handoff_id, self._hop, self._transfer.fail)
+            checksums = self._tools.checksums.begin(grant.handoff_id, self._peer.link, self._hop, self._transfer.fail)
         self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))

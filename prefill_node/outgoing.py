@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from cache_runtime.transfer.engine import LinkWedged, PeerLink, Run, TransferReport, TransferRevoked
+from cache_runtime.transfer.engine import (
+    NO_SPANS,
+    LinkWedged,
+    PeerLink,
+    Run,
+    Spans,
+    TransferReport,
+    TransferRevoked,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +70,18 @@ class TransferDrained:
 
 
 TransferNews: TypeAlias = TransferLanded | TransferFault | TransferDrained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashedWrite:
+    """A write of which checksums are wanted.
+
+    `blocks`: those of the sources that the link is to hash, empty when somebody else does. `on_landed` is called on the
+    data plane's thread with their digests when all of the write has landed, and must not block.
+    """
+
+    blocks: Spans
+    on_landed: Callable[[bytes], None]
 
 
 class OutgoingTransfer:
@@ -111,11 +131,8 @@ class OutgoingTransfer:
         """The lease was renewed."""
         self._post_until_s = post_until_s
 
-    def post(self, runs: Sequence[Run], on_landed: Callable[[], None] | None = None) -> None:
-        """Posts a write; does nothing once the transfer was stopped or has failed, and fails it after the lease.
-
-        `on_landed` is called on the data plane's thread when all of it has landed, and must not block.
-        """
+    def post(self, runs: Sequence[Run], hashed: HashedWrite | None = None) -> None:
+        """Posts a write; does nothing once the transfer was stopped or has failed, and fails it after the lease."""
         refusal: Exception | None = None
         with self._lock:
             if self._is_stopped or self._fault is not None:
@@ -123,7 +140,11 @@ class OutgoingTransfer:
             try:
                 self._check_lease()
                 future = self._link.write(
-                    runs, key=self._key, timeout_s=self._write_timeout_s, is_wanted=self._is_wanted
+                    runs,
+                    key=self._key,
+                    timeout_s=self._write_timeout_s,
+                    is_wanted=self._is_wanted,
+                    hashed=NO_SPANS if hashed is None else hashed.blocks,
                 )
                 self._num_outstanding += 1
             except Exception as error:
@@ -133,7 +154,7 @@ class OutgoingTransfer:
             return
         # Outside the lock: a future that is already done calls back right here. Whatever else has happened by now, this
         # write counts as outstanding until it is terminal.
-        future.add_done_callback(partial(self._on_terminal, on_landed))
+        future.add_done_callback(partial(self._on_terminal, hashed))
 
     def fail(self, error: Exception) -> None:
         """Gives the transfer up for a fault found before anything was posted for it."""
@@ -167,10 +188,10 @@ class OutgoingTransfer:
         if self._now_s() >= self._post_until_s:
             raise TransferRevoked(self._link.peer, "the lease of the grant is over")
 
-    def _on_terminal(self, on_landed: Callable[[], None] | None, future: Future[TransferReport]) -> None:
+    def _on_terminal(self, hashed: HashedWrite | None, future: Future[TransferReport]) -> None:
         error = future.exception()
-        if error is None and on_landed is not None:
-            on_landed()
+        if error is None and hashed is not None:
+            hashed.on_landed(future.result().digests)
         with self._lock:
             self._num_outstanding -= 1
             is_new_fault = False

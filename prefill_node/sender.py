@@ -218,8 +218,8 @@ class PrefillSender:
             delivery.transfer.fail(error)
             return
         if runs:
-            on_landed = None if delivery.checksums is None else delivery.checksums.posting(shipped)
-            delivery.transfer.post(runs, on_landed)
+            hashed = None if delivery.checksums is None else delivery.checksums.posting(shipped)
+            delivery.transfer.post(runs, hashed)
         if not delivery.open_stages:
             delivery.transfer.complete()
             if delivery.checksums is not None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from cache_runtime.transfer.engine import (
     NO_KEY,
+    NO_SPANS,
     EngineClosed,
     PeerUnreachable,
     Permit,
@@ -167,7 +168,8 @@ class SimulatedPlane:
         del shared_descriptor
         self.regions = self.regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
 
-    def allow(self, key: bytes, spans: Spans) -> Permit:
+    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> Permit:
+        del hashes  # bytes are read when they are compared
         if self.kind is PlaneKind.ONE_SIDED:
             return StandingPermit()
         if key in self._permits:
@@ -221,9 +223,14 @@ class _Permit:
     def revoke(self) -> None:
         self._plane.revoke(self._key)
 
+    def digests(self, blocks: Spans) -> bytes:
+        return StandingPermit().digests(blocks)
+
 
 class _Link:
     """`PeerLink` to one incarnation of a peer."""
+
+    hashes = False
 
     def __init__(self, plane: SimulatedPlane, target: SimulatedPlane, regions: RegionSet) -> None:
         self._plane = plane
@@ -242,7 +249,9 @@ class _Link:
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
+        del hashed  # as it said that it hashes nothing
         if self._plane.is_closed:
             return failed_write(EngineClosed(self.peer, "the engine is closed"))
         if self._failure is not None:

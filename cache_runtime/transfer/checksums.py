@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ._native import digest_blocks
+from ._native import digest_spans
+from .engine import NO_SPANS, Spans
 from .schema import RankPlacement
 
 
@@ -32,8 +33,8 @@ class BlockHasher:
             item.field_id: item.block_bytes for item in ours.fields
         }
 
-    def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
-        """8 bytes per block, in the given order.
+    def spans(self, field_id: str, blocks: Iterable[int]) -> Spans:
+        """int64[num_blocks, 2]: addresses of the blocks in a field, in the given order.
 
         Raises KeyError for a field that the placement lacks, ValueError for a block that is not inside the arena.
         """
@@ -42,7 +43,7 @@ class BlockHasher:
             raise KeyError(field_id)
         ids = np.fromiter(blocks, dtype=np.int64)
         if not len(ids):
-            return b""
+            return NO_SPANS
         end_bytes = field.end_bytes(int(ids.max()) + 1)
         if int(ids.min()) < 0 or end_bytes > self._placement.arena_bytes:
             raise ValueError(
@@ -50,4 +51,8 @@ class BlockHasher:
                 f"arena_bytes={self._placement.arena_bytes}"
             )
         begins = self._placement.arena_base + field.offset_bytes + ids * field.block_stride_bytes
-        return digest_blocks(begins, np.array([[0, field.block_bytes]], dtype=np.int64))
+        return np.stack((begins, begins + field.block_bytes), axis=1)
+
+    def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
+        """8 bytes per block, in the given order; raises like `spans`."""
+        return digest_spans(self.spans(field_id, blocks))

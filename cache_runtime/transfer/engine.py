@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ._native import digest_spans
+
 # Longest run posted as one unit. A plane only reports progress per run, so a longer one could not be told from a
 # stalled one inside the progress timeout.
 MAX_RUN_BYTES = 8 << 20
@@ -40,6 +42,7 @@ class Run(NamedTuple):
 
 # int64[num_spans, 2]: addresses [begin, end) of memory in this process.
 Spans: TypeAlias = npt.NDArray[np.int64]
+NO_SPANS: Spans = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +76,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """What one write moved. Times are seconds of the clock the engine was given."""
+    """What one write moved. Times are seconds of the clock the engine was given.
+
+    `digests`: 8 bytes for each block that the write was to hash (`checksums`), in the order in which they were given.
+    """
 
     num_bytes: int
     num_runs: int
     posted_at_s: float
     landed_at_s: float
+    digests: bytes = b""
 
 
 class PlaneKind(enum.Enum):
@@ -158,6 +165,11 @@ class PeerLink(Protocol):
         """Endpoint of the peer."""
         ...
 
+    @property
+    def hashes(self) -> bool:
+        """Whether `write` can hash what it sends, while the processor has it at hand for sending anyway."""
+        ...
+
     def write(
         self,
         runs: Sequence[Run],
@@ -165,6 +177,7 @@ class PeerLink(Protocol):
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
         """Posts `runs` and returns at once; at most `timeout_s` passes until the last one is posted.
 
@@ -173,6 +186,9 @@ class PeerLink(Protocol):
 
         A plane whose posts wait for room asks `is_wanted`, on any thread, before it posts more: once it says no, the
         rest is never sent. It must not block.
+
+        `hashed`: blocks of the sources, each inside of one run, whose digests the report will have. For links that say
+        that they hash; others leave them out.
 
         Sources must lie in regions registered with the engine (before the link was opened, where memory is shared),
         targets in the regions the link was opened for; both stay untouched by anyone else until the future is done. The
@@ -197,12 +213,22 @@ class Permit(Protocol):
         """
         ...
 
+    def digests(self, blocks: Spans) -> bytes:
+        """8 bytes per block (`checksums`): what it holds now. Also after `revoke`.
+
+        Those that were allowed as a span of its own, and hashed when they arrived, are not read again.
+        """
+        ...
+
 
 class StandingPermit:
     """`Permit` of a one-sided plane: it hinders no writer, so there is nothing to revoke."""
 
     def revoke(self) -> None:
         return None
+
+    def digests(self, blocks: Spans) -> bytes:
+        return digest_spans(blocks)
 
 
 class TransferEngine(Protocol):
@@ -245,8 +271,10 @@ class TransferEngine(Protocol):
         """
         ...
 
-    def allow(self, key: bytes, spans: Spans) -> Permit:
+    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> Permit:
         """Lets the writer that names `key` fill `spans` of registered memory, from now until the permit is revoked.
+
+        With `hashes`, a plane that places the bytes hashes each span as it arrives, for `Permit.digests`.
 
         On a two-sided plane nothing else lands anywhere; a one-sided one cannot tell and permits everything. Raises
         `ValueError` for a key that has a live permit or is not `KEY_BYTES` long, and for spans that are empty or

@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from ._native import digest_spans
 from .engine import (
     NO_KEY,
+    NO_SPANS,
     EngineClosed,
     PeerUnreachable,
     PlaneKind,
@@ -163,7 +165,8 @@ class MemoryEngine:
         with self._fabric.changed:
             self._regions = self._regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
 
-    def allow(self, key: bytes, spans: Spans) -> MemoryPermit:
+    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> MemoryPermit:
+        del hashes  # nothing is gained by it where all memory is one process's
         self.check_usable()
         check_permit(key, spans, self._regions)
         regions = joined(spans)
@@ -323,9 +326,14 @@ class MemoryPermit:
     def revoke(self) -> None:
         self._engine.end_grant(self._key, self._regions)
 
+    def digests(self, blocks: Spans) -> bytes:
+        return digest_spans(blocks)
+
 
 class MemoryPeerLink:
     """`PeerLink` into another memory engine of the process."""
+
+    hashes = False
 
     def __init__(self, engine: MemoryEngine, peer: str, targets: RegionSet) -> None:
         self._engine = engine
@@ -345,8 +353,9 @@ class MemoryPeerLink:
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
-        del is_wanted  # every run counts as posted at once
+        del is_wanted, hashed  # every run counts as posted at once
         try:
             self._engine.check_usable()
             if self.failure is not None:

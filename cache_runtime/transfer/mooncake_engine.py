@@ -21,6 +21,7 @@ from typing import Protocol
 
 from .engine import (
     NO_KEY,
+    NO_SPANS,
     DataPlaneError,
     DataPlaneUnavailable,
     EngineClosed,
@@ -157,7 +158,8 @@ class MooncakeEngine:
                     self._register_native(link.native, region)
             self._regions = regions
 
-    def allow(self, key: bytes, spans: Spans) -> StandingPermit:
+    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> StandingPermit:
+        del hashes  # nobody here sees the bytes arrive
         self.check_usable()
         check_permit(key, spans, self._regions)
         return StandingPermit()
@@ -248,6 +250,8 @@ class MooncakeEngine:
 class MooncakePeerLink:
     """`PeerLink` with a native sending engine of its own."""
 
+    hashes = False
+
     def __init__(self, engine: MooncakeEngine, native: NativeEngine, peer: str, targets: RegionSet) -> None:
         self.native = native
         self._engine = engine
@@ -265,8 +269,9 @@ class MooncakePeerLink:
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
-        del key  # nobody checks it: the writes are one-sided
+        del key, hashed  # nobody checks the key: the writes are one-sided
         try:
             self._engine.check_usable()
             refusal = self._sending.refusal()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ._native import digest_spans
 from .engine import PeerLink, PeerUnreachable, Permit, Region, Spans, TransferEngine
 from .plane_choice import usable_offers
 from .schema import PlaneOffer
@@ -116,3 +117,6 @@ class _Permits:
     def revoke(self) -> None:
         for permit in self._permits:
             permit.revoke()
+
+    def digests(self, blocks: Spans) -> bytes:
+        return digest_spans(blocks)

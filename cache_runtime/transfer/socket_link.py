@@ -19,8 +19,10 @@ from ._native import Ending, Outcome, Sender
 from .engine import (
     KEY_BYTES,
     NO_KEY,
+    NO_SPANS,
     EngineClosed,
     Run,
+    Spans,
     TransferError,
     TransferFailed,
     TransferRefused,
@@ -73,6 +75,8 @@ class _Write:
 class SocketPeerLink:
     """`PeerLink` over one connection, which it owns."""
 
+    hashes = True
+
     def __init__(
         self,
         owner: LinkOwner,
@@ -106,11 +110,14 @@ class SocketPeerLink:
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
         try:
             self._owner.check_usable()
             self._check_failure()
-            return self._post(self._checked_table(runs, key), key, timeout_s, is_wanted)
+            table = self._checked_table(runs, key)
+            self._check_hashed(hashed)
+            return self._post(table, key, timeout_s, is_wanted, hashed)
         except TransferError as error:
             return failed_write(error)
 
@@ -158,8 +165,14 @@ class SocketPeerLink:
             raise TransferRejected(self._peer, reason)
         return table
 
+    def _check_hashed(self, hashed: Spans) -> None:
+        """Nothing is read but registered memory."""
+        index = self._owner.regions.first_outside(hashed[:, 0], hashed[:, 1] - hashed[:, 0])
+        if index is not None or bool((hashed[:, 0] >= hashed[:, 1]).any()):
+            raise TransferRejected(self._peer, "a block to hash is empty or outside this engine's registered memory")
+
     def _post(
-        self, table: RunTable, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]
+        self, table: RunTable, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
     ) -> Future[TransferReport]:
         write = _Write(
             num_runs=len(table),
@@ -174,7 +187,7 @@ class SocketPeerLink:
             self._check_failure()
             self._num_posted += 1
             self._writes[self._num_posted] = write
-            self._sender.post(self._num_posted, key, table.rows, timeout_s)
+            self._sender.post(self._num_posted, key, table.rows, timeout_s, hashed)
         return write.future
 
     def _drive(self) -> bool:
@@ -221,6 +234,7 @@ class SocketPeerLink:
             num_runs=write.num_runs,
             posted_at_s=write.posted_at_s,
             landed_at_s=self._owner.clock(),
+            digests=ending.digests,
         )
         write.future.set_result(report)
 

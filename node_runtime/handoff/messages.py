@@ -193,6 +193,15 @@ class FieldChecksums:
     def num_blocks(self) -> int:
         return len(self.digests) // DIGEST_BYTES
 
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + self.num_blocks
+
+    @property
+    def where(self) -> str:
+        """For messages to people."""
+        return f"{self.field_id}, table slots [{self.first_slot}, {self.end_slot})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checksums:

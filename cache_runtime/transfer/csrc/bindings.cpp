@@ -102,9 +102,13 @@ void copy_runs(const Runs& runs) {
   }
 }
 
-// 8 bytes per block, little-endian.
-nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::string_view instruction_set) {
+// 8 bytes per digest, little-endian.
+nb::bytes to_bytes(const std::vector<std::uint64_t>& digests) {
   static_assert(std::endian::native == std::endian::little);
+  return nb::bytes(reinterpret_cast<const char*>(digests.data()), digests.size() * sizeof(std::uint64_t));
+}
+
+nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::string_view instruction_set) {
   const auto addresses = view_rows<std::uint64_t>(begins);
   const std::vector<Extent> parts = to_rows<Extent>(extents);
   const DigestCore core = choose_digest_core(instruction_set);
@@ -113,13 +117,25 @@ nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::stri
     const nb::gil_scoped_release released;
     core(addresses, parts, digests);
   }
-  return nb::bytes(reinterpret_cast<const char*>(digests.data()), digests.size() * sizeof(std::uint64_t));
+  return to_bytes(digests);
+}
+
+nb::bytes digest_span_table(const Spans& table) {
+  const auto spans = view_rows<Span>(table);
+  std::vector<std::uint64_t> digests(spans.size());
+  {
+    const nb::gil_scoped_release released;
+    const DigestCore core = choose_digest_core();
+    for (std::size_t index = 0; index < spans.size(); ++index) digests[index] = digest_of(core, spans[index]);
+  }
+  return to_bytes(digests);
 }
 
 void bind_digests(nb::module_& module) {
   std::vector<std::string> names;
   for (const DigestVariant& variant : runnable_digest_variants()) names.emplace_back(variant.name);
   module.attr("DIGEST_VARIANTS") = nb::tuple(nb::cast(names));
+  module.def("digest_spans", &digest_span_table, "spans"_a);
   module.def("digest_blocks", &digest_blocks, "begins"_a, "extents"_a, "instruction_set"_a = "");
 }
 
@@ -146,10 +162,11 @@ void bind_runs(nb::module_& module) {
 // A grant and how to end it.
 class Permit {
  public:
-  Permit(std::shared_ptr<GrantTable> table, const Key& key, std::vector<Span> spans)
-      : table_(std::move(table)), key_(key), grant_(table_->allow(key, std::move(spans))) {}
+  Permit(std::shared_ptr<GrantTable> table, const Key& key, std::vector<Span> spans, bool hashes)
+      : table_(std::move(table)), key_(key), grant_(table_->allow(key, std::move(spans), hashes)) {}
 
   void revoke() { table_->revoke(key_, grant_); }
+  const Grant& grant() const { return *grant_; }
 
  private:
   std::shared_ptr<GrantTable> table_;
@@ -169,15 +186,29 @@ std::vector<SharedSource> to_sources(
 }
 
 void bind_grants(nb::module_& module) {
-  nb::class_<Permit>(module, "NativePermit").def("revoke", &Permit::revoke, Released());
+  nb::class_<Permit>(module, "NativePermit")
+      .def("revoke", &Permit::revoke, Released())
+      .def(
+          "digests",
+          [](const Permit& self, const Spans& blocks) {
+            const auto spans = view_rows<Span>(blocks);
+            std::vector<std::uint64_t> digests(spans.size());
+            {
+              const nb::gil_scoped_release released;
+              self.grant().digest(spans, digests);
+            }
+            return to_bytes(digests);
+          },
+          "blocks"_a)
+      .def_prop_ro("num_hashed_blocks", [](const Permit& self) { return self.grant().num_hashed_spans(); });
   nb::class_<GrantTable>(module, "GrantTable")
       .def(nb::init<>())
       .def(
           "allow",
-          [](std::shared_ptr<GrantTable> self, const nb::bytes& key, const Spans& spans) {
-            return Permit(std::move(self), to_key(key), to_rows<Span>(spans));
+          [](std::shared_ptr<GrantTable> self, const nb::bytes& key, const Spans& spans, bool hashes) {
+            return Permit(std::move(self), to_key(key), to_rows<Span>(spans), hashes);
           },
-          "key"_a, "spans"_a)
+          "key"_a, "spans"_a, "hashes"_a = false)
       .def("close", &GrantTable::close, Released())
       .def_prop_ro("num_refused_pieces", &GrantTable::num_refused_pieces)
       .def_prop_ro("num_placed_bytes", &GrantTable::num_placed_bytes);
@@ -207,16 +238,18 @@ void bind_sender(nb::module_& module) {
       .def_ro("outcome", &Ending::outcome)
       .def_ro("num_landed_bytes", &Ending::num_landed_bytes)
       .def_ro("num_refused_pieces", &Ending::num_refused_pieces)
+      .def_prop_ro("digests", [](const Ending& ending) { return to_bytes(ending.digests); })
       .def_prop_ro("refused_address", [](const Ending& ending) { return ending.first_refused.target; })
       .def_prop_ro("refused_bytes", [](const Ending& ending) { return ending.first_refused.num_bytes; });
   nb::class_<Sender>(module, "Sender")
       .def(nb::init<int, bool, double>(), "descriptor"_a, "is_shared"_a, "progress_timeout_s"_a)
       .def(
           "post",
-          [](Sender& self, std::uint64_t ticket, const nb::bytes& key, const Runs& runs, double timeout_s) {
-            self.post(ticket, to_key(key), to_rows<Piece>(runs), timeout_s);
+          [](Sender& self, std::uint64_t ticket, const nb::bytes& key, const Runs& runs, double timeout_s,
+             const Spans& blocks) {
+            self.post(ticket, to_key(key), to_rows<Piece>(runs), timeout_s, view_rows<Span>(blocks));
           },
-          "ticket"_a, "key"_a, "runs"_a, "timeout_s"_a)
+          "ticket"_a, "key"_a, "runs"_a, "timeout_s"_a, "blocks"_a)
       .def("give_up", &Sender::give_up, "ticket"_a)
       .def("close", &Sender::close)
       .def("drive", &Sender::drive, "max_wait_s"_a, Released())

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "digest_variants.h"
+
 namespace pdmesh::transfer {
 namespace {
 
@@ -30,7 +32,9 @@ std::vector<Span> joined(std::vector<Span> spans) {
 
 }  // namespace
 
-Grant::Grant(std::vector<Span> spans) : spans_(joined(std::move(spans))) {}
+Grant::Grant(std::vector<Span> spans, bool hashes) : spans_(joined(spans)) {
+  if (hashes) digests_.emplace(std::move(spans));
+}
 
 bool Grant::covers(std::uint64_t begin, std::uint64_t num_bytes) const {
   const auto after =
@@ -44,8 +48,28 @@ void Grant::revoke() {
   const std::lock_guard lock(fence_);
 }
 
-std::shared_ptr<Grant> GrantTable::allow(const Key& key, std::vector<Span> spans) {
-  auto grant = std::make_shared<Grant>(std::move(spans));
+void Grant::digest(std::span<const Span> blocks, std::span<std::uint64_t> digests) const {
+  const DigestCore core = choose_digest_core();
+  if (!digests_) {
+    for (std::size_t index = 0; index < blocks.size(); ++index)
+      digests[index] = digest_of(core, blocks[index]);
+    return;
+  }
+  std::vector<std::size_t> unknown;
+  {
+    const std::lock_guard lock(fence_);
+    unknown = digests_->find(blocks, digests);
+  }
+  for (const std::size_t index : unknown) digests[index] = digest_of(core, blocks[index]);
+}
+
+std::uint64_t Grant::num_hashed_spans() const {
+  const std::lock_guard lock(fence_);
+  return digests_ ? digests_->num_hashed() : 0;
+}
+
+std::shared_ptr<Grant> GrantTable::allow(const Key& key, std::vector<Span> spans, bool hashes) {
+  auto grant = std::make_shared<Grant>(std::move(spans), hashes);
   const std::lock_guard lock(mutex_);
   if (is_closed_) throw std::runtime_error("the engine is closed");
   if (!grants_.emplace(key, grant).second) throw std::invalid_argument("key: it has a live grant already");

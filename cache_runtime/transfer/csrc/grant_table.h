@@ -8,8 +8,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <vector>
 
+#include "arrival_digests.h"
 #include "frames.h"
 #include "span.h"
 
@@ -18,7 +21,8 @@ namespace pdmesh::transfer {
 // Memory granted under one key. Its spans never change; it is live until it is revoked, once.
 class Grant {
  public:
-  explicit Grant(std::vector<Span> spans);
+  // With `hashes` each span is hashed as it arrives.
+  explicit Grant(std::vector<Span> spans, bool hashes = false);
 
   bool covers(std::uint64_t begin, std::uint64_t num_bytes) const;
 
@@ -34,20 +38,34 @@ class Grant {
     return true;
   }
 
+  bool hashes() const { return digests_.has_value(); }
+
+  // Inside `place`: bytes [begin, begin + num_bytes) were placed.
+  void note_placed(std::uint64_t begin, std::uint64_t num_bytes) {
+    if (digests_) digests_->note_placed(begin, num_bytes);
+  }
+
   // After it returned nothing is placed any more.
   void revoke();
 
+  // Into `digests`, one for each of `blocks`, what these hold now; also after `revoke`.
+  void digest(std::span<const Span> blocks, std::span<std::uint64_t> digests) const;
+
+  // Spans that were hashed as they arrived.
+  std::uint64_t num_hashed_spans() const;
+
  private:
   std::vector<Span> spans_;  // in order, with gaps between them
+  std::optional<ArrivalDigests> digests_;
   std::atomic<bool> is_live_{true};
-  std::mutex fence_;
+  mutable std::mutex fence_;
 };
 
 class GrantTable {
  public:
-  // Throws std::invalid_argument when the key is live already, a span is empty or none is given, and
-  // std::runtime_error after `close`.
-  std::shared_ptr<Grant> allow(const Key& key, std::vector<Span> spans);
+  // See Grant. Throws std::invalid_argument when the key is live already, a span is empty or none is given,
+  // and std::runtime_error after `close`.
+  std::shared_ptr<Grant> allow(const Key& key, std::vector<Span> spans, bool hashes = false);
 
   // Idempotent; see Grant::revoke.
   void revoke(const Key& key, const std::shared_ptr<Grant>& grant);

@@ -110,7 +110,10 @@ void Receiver::copy_pieces(Placing& placing) const {
     bool is_placed = placing.is_granted(piece);
     for (std::uint64_t done = 0; is_placed && done < piece.num_bytes; done += kMaxFencedBytes) {
       const std::uint64_t num_bytes = std::min(kMaxFencedBytes, piece.num_bytes - done);
-      is_placed = placing.grant->place([&] { std::memcpy(target + done, source + done, num_bytes); });
+      is_placed = placing.grant->place([&] {
+        std::memcpy(target + done, source + done, num_bytes);
+        placing.grant->note_placed(piece.target + done, num_bytes);
+      });
     }
     if (is_placed) {
       placing.num_placed_bytes += piece.num_bytes;
@@ -133,7 +136,10 @@ void Receiver::receive_pieces(Placing& placing) {
     gather_buffers(placing);
     std::size_t num_bytes = 0;
     if (is_live) {
-      is_live = placing.grant->place([&] { num_bytes = receive_some(descriptor_, buffers_); });
+      is_live = placing.grant->place([&] {
+        num_bytes = receive_some(descriptor_, buffers_);
+        note_received(*placing.grant, num_bytes);
+      });
       if (!is_live) {
         std::fill(placing.to_place.begin() + static_cast<std::ptrdiff_t>(placing.index),
                   placing.to_place.end(), false);
@@ -166,6 +172,17 @@ void Receiver::gather_buffers(const Placing& placing) {
       begin += num_bytes;
       room -= num_bytes;
     }
+  }
+}
+
+// Of the bytes that a call brought, from the first buffer on; those of the waste lie in no grant.
+void Receiver::note_received(Grant& grant, std::size_t num_bytes) const {
+  if (!grant.hashes()) return;
+  for (const iovec& buffer : buffers_) {
+    if (num_bytes == 0) return;
+    const std::size_t num_here = std::min(num_bytes, buffer.iov_len);
+    grant.note_placed(reinterpret_cast<std::uint64_t>(buffer.iov_base), num_here);
+    num_bytes -= num_here;
   }
 }
 

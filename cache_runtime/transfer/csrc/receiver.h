@@ -44,6 +44,7 @@ class Receiver {
   void receive_pieces(Placing& placing);
   void gather_buffers(const Placing& placing);
   void append_buffer(std::byte* begin, std::size_t num_bytes);
+  void note_received(Grant& grant, std::size_t num_bytes) const;
   void advance(Placing& placing, std::size_t num_bytes) const;
 
   std::shared_ptr<GrantTable> grants_;

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "arrival_digests.h"
+#include "digest_variants.h"
 #include "socket_io.h"
 
 namespace pdmesh::transfer {
@@ -21,6 +23,8 @@ constexpr std::size_t kMaxBatchesUnderWay = 64;
 constexpr std::uint64_t kMaxBytesUnderWay = 64ull << 20;
 // A batch is answered as a whole: this is how often a write makes visible progress.
 constexpr std::uint64_t kMaxBatchBytes = 4ull << 20;
+// What one call sends of a write whose blocks are hashed: little enough to be in the core's cache afterwards.
+constexpr std::uint64_t kMaxHashedCallBytes = 256ull << 10;
 constexpr std::size_t kMaxBuffersPerCall = 512;
 
 Sender::Clock::duration to_duration(double seconds) {
@@ -46,6 +50,7 @@ Sender::Sender(int descriptor, bool is_shared, double progress_timeout_s)
     : descriptor_(descriptor),
       is_shared_(is_shared),
       progress_timeout_(to_duration(progress_timeout_s)),
+      core_(choose_digest_core()),
       wake_descriptor_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       progressed_at_(Clock::now()) {
   if (wake_descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -55,13 +60,22 @@ Sender::~Sender() {
   ::close(wake_descriptor_);
 }
 
-void Sender::post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s) {
+void Sender::post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s,
+                  std::span<const Span> blocks) {
+  Write write{};
+  write.ticket = ticket;
+  write.key = key;
+  write.pieces = cut(std::move(runs));
+  write.deadline = Clock::now() + to_duration(timeout_s);
+  write.digests.resize(blocks.size());
+  for (std::size_t place = 0; place < blocks.size(); ++place) write.blocks.push_back({blocks[place], place});
+  std::sort(write.blocks.begin(), write.blocks.end(),
+            [](const OutgoingBlock& left, const OutgoingBlock& right) {
+              return left.span.begin < right.span.begin;
+            });
   {
     const std::lock_guard lock(mutex_);
-    posted_.push_back({.ticket = ticket,
-                       .key = key,
-                       .pieces = cut(std::move(runs)),
-                       .deadline = Clock::now() + to_duration(timeout_s)});
+    posted_.push_back(std::move(write));
   }
   wake();
 }
@@ -190,20 +204,61 @@ void Sender::append_source(const Piece& piece) {
 bool Sender::flush() {
   bool moved = false;
   while (num_sent_buffers_ < outgoing_.size()) {
-    const std::size_t num_buffers = std::min(kMaxBuffersPerCall, outgoing_.size() - num_sent_buffers_);
-    std::size_t sent = send_some(descriptor_, {outgoing_.data() + num_sent_buffers_, num_buffers});
+    const std::size_t sent = send_some(descriptor_, next_buffers());
     if (sent == 0) return moved;
     moved = true;
-    while (num_sent_buffers_ < outgoing_.size() && sent >= outgoing_[num_sent_buffers_].iov_len) {
-      sent -= outgoing_[num_sent_buffers_++].iov_len;
-    }
-    if (sent > 0) {
-      iovec& partial = outgoing_[num_sent_buffers_];
-      partial.iov_base = static_cast<std::byte*>(partial.iov_base) + sent;
-      partial.iov_len -= sent;
+    note_sent(sent);
+  }
+  if (moved && is_shared_) {
+    const Batch& batch = under_way_.back();
+    for (std::size_t index = batch.begin; index < batch.end; ++index) {
+      const Piece& piece = batch.write->pieces[index];
+      hash_blocks(*batch.write, piece.source, piece.source + piece.num_bytes);
     }
   }
   return moved;
+}
+
+// What the next call sends.
+std::span<iovec> Sender::next_buffers() {
+  const std::span<iovec> rest = std::span(outgoing_).subspan(num_sent_buffers_);
+  const std::size_t num_buffers = std::min(kMaxBuffersPerCall, rest.size());
+  if (under_way_.back().write->blocks.empty()) return rest.first(num_buffers);
+  call_buffers_.clear();
+  std::uint64_t room = kMaxHashedCallBytes;
+  for (std::size_t index = 0; index < num_buffers && room > 0; ++index) {
+    const std::size_t num_bytes = std::min<std::uint64_t>(room, rest[index].iov_len);
+    call_buffers_.push_back({rest[index].iov_base, num_bytes});
+    room -= num_bytes;
+  }
+  return call_buffers_;
+}
+
+void Sender::note_sent(std::size_t num_bytes) {
+  Write& write = *under_way_.back().write;
+  while (num_bytes > 0) {
+    iovec& buffer = outgoing_[num_sent_buffers_];
+    const std::size_t num_here = std::min(num_bytes, buffer.iov_len);
+    const auto begin = reinterpret_cast<std::uint64_t>(buffer.iov_base);
+    hash_blocks(write, begin, begin + num_here);
+    num_bytes -= num_here;
+    if (num_here == buffer.iov_len) {
+      ++num_sent_buffers_;
+    } else {
+      buffer = {static_cast<std::byte*>(buffer.iov_base) + num_here, buffer.iov_len - num_here};
+    }
+  }
+}
+
+// Those that end in what went out just now, sources [begin, end), of which the cache still has the most.
+void Sender::hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end) const {
+  const auto after = [](std::uint64_t address, const OutgoingBlock& block) {
+    return address < block.span.end;
+  };
+  auto block = std::upper_bound(write.blocks.begin(), write.blocks.end(), begin, after);
+  for (; block != write.blocks.end() && block->span.end <= end; ++block) {
+    write.digests[block->place] = digest_of(core_, block->span);
+  }
 }
 
 bool Sender::take_completions() {
@@ -278,7 +333,8 @@ Ending Sender::describe(const Write& write) const {
   } else if (write.num_refused_pieces > 0) {
     outcome = Outcome::kRefused;
   }
-  return {write.ticket, outcome, write.num_landed_bytes, write.num_refused_pieces, write.first_refused};
+  return {write.ticket,        outcome,      write.num_landed_bytes, write.num_refused_pieces,
+          write.first_refused, write.digests};
 }
 
 void Sender::wait(Clock::time_point until) {

@@ -13,11 +13,14 @@
 #include <deque>
 #include <list>
 #include <mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "digest_core.h"
 #include "frames.h"
+#include "span.h"
 
 namespace pdmesh::transfer {
 
@@ -34,7 +37,8 @@ struct Ending {
   Outcome outcome;
   std::uint64_t num_landed_bytes;
   std::uint64_t num_refused_pieces;
-  Piece first_refused;  // meaningful when num_refused_pieces > 0
+  Piece first_refused;                 // meaningful when num_refused_pieces > 0
+  std::vector<std::uint64_t> digests;  // one for each block that was to be hashed
 };
 
 class Sender {
@@ -49,8 +53,10 @@ class Sender {
   Sender& operator=(const Sender&) = delete;
 
   // Queues a write; its sources must stay as they are until it ended. Runs longer than a piece may be are
-  // cut. `timeout_s`: how long it may take until everything is posted.
-  void post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s);
+  // cut. `timeout_s`: how long it may take until everything is posted. `blocks`: parts of the sources that
+  // are hashed as they go out, each as a whole; a block must lie in one run.
+  void post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s,
+            std::span<const Span> blocks = {});
 
   // Posts nothing more of a write; of every write, and lets `drive` end when none is left.
   void give_up(std::uint64_t ticket);
@@ -67,11 +73,18 @@ class Sender {
  private:
   enum class Stop { kNone, kTimedOut, kGivenUp };
 
+  struct OutgoingBlock {
+    Span span;
+    std::size_t place;  // of its digest
+  };
+
   struct Write {
     std::uint64_t ticket;
     Key key;
     std::vector<Piece> pieces;
     Clock::time_point deadline;
+    std::vector<OutgoingBlock> blocks;  // by their end
+    std::vector<std::uint64_t> digests;
     std::size_t num_posted = 0;  // pieces
     std::uint32_t num_batches_under_way = 0;
     std::uint64_t num_landed_bytes = 0;
@@ -95,8 +108,11 @@ class Sender {
   bool work();
   bool post_batches();
   void begin_batch(Write& write);
+  void hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end) const;
   void append_source(const Piece& piece);
   bool flush();
+  std::span<iovec> next_buffers();
+  void note_sent(std::size_t num_bytes);
   bool take_completions();
   void settle(const Completion& completion);
   std::vector<Ending> take_endings();
@@ -107,6 +123,7 @@ class Sender {
   const int descriptor_;
   const bool is_shared_;
   const Clock::duration progress_timeout_;
+  const DigestCore core_;
   int wake_descriptor_;
 
   std::mutex mutex_;
@@ -122,6 +139,7 @@ class Sender {
   std::vector<std::byte> head_;
   std::vector<iovec> outgoing_;  // of the batch that is being sent
   std::size_t num_sent_buffers_ = 0;
+  std::vector<iovec> call_buffers_;
   std::array<std::byte, 64 * sizeof(Completion)> incoming_;
   std::size_t num_incoming_bytes_ = 0;
   Clock::time_point progressed_at_;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import grpc
@@ -10,12 +10,15 @@ import pytest
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
-from cache_runtime.transfer.engine import PlaneKind, TransferEngine
+import prefill_node.checksums
+from cache_runtime.transfer.engine import Permit, PlaneKind, Spans, TransferEngine
 from cache_runtime.transfer.memory_engine import MemoryEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.shm_engine import host_id, open_shm_engine
 from cache_runtime.transfer.stream_engine import open_stream_engine
 from node_runtime.engine.core import DataPlane
+from node_runtime.handoff.messages import FieldChecksums
+from prefill_node.checksums import ShippedBlocks
 
 PROMPT = list(range(40, 77))
 
@@ -73,6 +76,32 @@ async def test_a_prompt_goes_over_the_best_plane_in_common_and_both_sides_say_wh
     assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (4, 0)
     for node in (one, other):
         assert node.core.require_data_plane().planes.num_refused_runs == 0
+        await node.assert_all_blocks_return()
+
+
+@pytest.mark.parametrize("make", [shm, stream])
+@pytest.mark.parametrize("place", [0, -1])
+async def test_what_a_plane_hashed_on_arrival_is_compared_with_what_was_hashed_on_sending(
+    mesh: FakeMesh, make: Make, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await pair(mesh, [make], [make], {"verify_transfers": "all"})
+    landed = prefill_node.checksums._split
+
+    def told_wrongly(shipped: Sequence[ShippedBlocks], digests: bytes) -> list[FieldChecksums]:
+        changed = bytearray(digests)
+        changed[place] ^= 4
+        return landed(shipped, bytes(changed))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill_node.checksums, "_split", told_wrongly)
+        code, message = await mesh.error(other, PROMPT, prefill_address=one.address)
+    assert code == grpc.StatusCode.DATA_LOSS
+    assert "the cache differs from what was sent in layers." in message
+    answer = await mesh.generate(other, PROMPT, prefill_address=one.address)
+    assert answer.token_ids == expected_tokens(PROMPT, 4)
+    status = await mesh.status(other)
+    assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (2, 1)
+    for node in (one, other):
         await node.assert_all_blocks_return()
 
 
@@ -167,8 +196,8 @@ async def test_a_write_that_no_grant_holds_is_refused_and_makes_nobody_suspect(m
     engine = data_plane.planes.engines[0]
     allow = engine.allow
 
-    def allow_nothing(key: bytes, spans):
-        permit = allow(key, spans)
+    def allow_nothing(key: bytes, spans: Spans, *, hashes: bool) -> Permit:
+        permit = allow(key, spans, hashes=hashes)
         permit.revoke()
         return permit
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 
+import numpy as np
 import pytest
 
+from cache_runtime.transfer.engine import Spans
 from node_runtime.handoff.messages import Checksums
 from prefill_node.checksums import ChecksumNews, ChecksumsComplete, ShippedBlocks, TransferChecksums
 
@@ -32,6 +34,11 @@ class Hasher:
         if field_id == "broken":
             raise KeyError(field_id)
         return b"".join(block.to_bytes(8, "little") for block in blocks)
+
+    def spans(self, field_id: str, blocks: Iterable[int]) -> Spans:
+        if field_id == "broken":
+            raise KeyError(field_id)
+        return np.array([(block, block + 1) for block in blocks])
 
 
 @pytest.fixture
@@ -74,9 +81,9 @@ def test_nothing_is_told_of_before_it_has_landed_and_the_last_is_told_before_the
     first, second = checksums.posting(shipped("k", 0, 3)), checksums.posting(shipped("k", 3, 2))
     checksums.complete()
     assert news == []
-    second()
+    second.on_landed(b"")
     assert news == []
-    first()
+    first.on_landed(b"")
     assert covered(news) == [("k", slot, slot + 1) for slot in (3, 4, 0, 1, 2)]
     assert news[-1] == ChecksumsComplete(num_parts=1)
 
@@ -84,9 +91,9 @@ def test_nothing_is_told_of_before_it_has_landed_and_the_last_is_told_before_the
 def test_large_transfers_are_told_of_in_parts_while_they_go_on(checksums, news) -> None:
     landed = [checksums.posting(shipped("k", 200 * index, 200)) for index in range(5)]
     for each in landed[:4]:
-        each()
+        each.on_landed(b"")
     assert [message.part for message in news] == [0, 1]
-    landed[4]()
+    landed[4].on_landed(b"")
     checksums.complete()
     assert [message.part for message in news[:-1]] == [0, 1, 2]
     assert news[-1] == ChecksumsComplete(num_parts=3)
@@ -95,7 +102,7 @@ def test_large_transfers_are_told_of_in_parts_while_they_go_on(checksums, news) 
 
 def test_no_message_is_about_more_blocks_than_it_may_be(checksums, news) -> None:
     pieces = [piece for index in range(9) for piece in shipped(f"f{index}", 0, 5000)]
-    checksums.posting(pieces)()
+    checksums.posting(pieces).on_landed(b"")
     checksums.complete()
     assert len(news) == 4
     assert all(sum(item.num_blocks for item in message.fields) <= 1 << 14 for message in news[:-1])
@@ -104,8 +111,37 @@ def test_no_message_is_about_more_blocks_than_it_may_be(checksums, news) -> None
 
 def test_a_fault_is_told_once_and_nothing_after_it(checksums, news, faults) -> None:
     good, bad = checksums.posting(shipped("k", 0, 1)), checksums.posting(shipped("broken", 0, 1))
-    good()
-    bad()
+    good.on_landed(b"")
+    bad.on_landed(b"")
+    checksums.complete()
+    assert [type(fault) for fault in faults] == [KeyError]
+    assert news == []
+
+
+def test_a_link_that_hashes_is_asked_for_every_block_and_its_digests_are_told(news, faults, executor) -> None:
+    executor.is_shut = True  # nobody is needed beside the link
+    checksums = TransferChecksums(
+        Hasher(), executor, handoff_id=ID, tell=news.append, on_fault=faults.append, link_hashes=True
+    )
+    two_fields = [ShippedBlocks(field_ids=("k", "v"), first_slot=5, blocks=(9, 7))]
+    first, second = checksums.posting([*two_fields, *shipped("k", 7, 1)]), checksums.posting(shipped("v", 7, 1))
+    assert first.blocks[:, 0].tolist() == [9, 7, 9, 7, 8]
+    checksums.complete()
+    second.on_landed(b"".join(number.to_bytes(8, "little") for number in (50,)))
+    assert news == []
+    first.on_landed(b"".join(number.to_bytes(8, "little") for number in (10, 20, 30, 40, 60)))
+    assert covered(news) == [("v", 7, 50), ("k", 5, 10), ("k", 6, 20), ("v", 5, 30), ("v", 6, 40), ("k", 7, 60)]
+    assert news[-1] == ChecksumsComplete(num_parts=1)
+    assert faults == []
+
+
+def test_a_fault_before_a_link_could_hash_is_told_once_and_nothing_after_it(news, faults, executor) -> None:
+    checksums = TransferChecksums(
+        Hasher(), executor, handoff_id=ID, tell=news.append, on_fault=faults.append, link_hashes=True
+    )
+    good, bad = checksums.posting(shipped("k", 0, 1)), checksums.posting(shipped("broken", 0, 1))
+    good.on_landed(bytes(8))
+    bad.on_landed(bad.blocks.tobytes())
     checksums.complete()
     assert [type(fault) for fault in faults] == [KeyError]
     assert news == []
@@ -114,6 +150,6 @@ def test_a_fault_is_told_once_and_nothing_after_it(checksums, news, faults) -> N
 def test_a_node_that_stops_fails_the_handoff_and_raises_nothing(checksums, news, faults, executor) -> None:
     landed = checksums.posting(shipped("k", 0, 1))
     executor.is_shut = True
-    landed()
+    landed.on_landed(b"")
     assert [type(fault) for fault in faults] == [RuntimeError]
     assert news == []

@@ -8,7 +8,15 @@ from concurrent.futures import Future
 
 import pytest
 
-from cache_runtime.transfer.engine import EngineClosed, LinkWedged, Run, TransferFailed, TransferReport, TransferRevoked
+from cache_runtime.transfer.engine import (
+    EngineClosed,
+    LinkWedged,
+    Run,
+    Spans,
+    TransferFailed,
+    TransferReport,
+    TransferRevoked,
+)
 from node_runtime.clock import ManualClock
 from prefill_node.outgoing import OutgoingTransfer, TransferDrained, TransferFault, TransferLanded, TransferNews
 
@@ -26,7 +34,9 @@ class HeldLink:
         self.wanted: list[Callable[[], bool]] = []
         self.refusal: Exception | None = None
 
-    def write(self, runs, *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]) -> Future[TransferReport]:
+    def write(
+        self, runs, *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
+    ) -> Future[TransferReport]:
         if self.refusal is not None:
             raise self.refusal
         self.wanted.append(is_wanted)

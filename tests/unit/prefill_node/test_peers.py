@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from support.fake_compute import fake_core
 
-from cache_runtime.transfer.engine import NO_KEY, Region, Run, TransferFailed, TransferReport
+from cache_runtime.transfer.engine import NO_KEY, NO_SPANS, Region, Run, Spans, TransferFailed, TransferReport
 from cache_runtime.transfer.memory_engine import MemoryFabric
 from cache_runtime.transfer.plane_set import ChosenLink
 from cache_runtime.transfer.schema import PlaneOffer
@@ -22,6 +22,7 @@ class StalledLink:
     """A link whose write ends when the test says so."""
 
     peer = "decode:1"
+    hashes = False
 
     def __init__(self) -> None:
         self.writes: list[Future[TransferReport]] = []
@@ -33,6 +34,7 @@ class StalledLink:
         key: bytes = NO_KEY,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
         self.writes.append(Future())
         return self.writes[-1]

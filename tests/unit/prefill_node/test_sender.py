@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_compute import FIELD_IDS, NUM_LAYERS, FakeArena, FakeExecutor, make_memory_plan
 
-from cache_runtime.transfer.engine import Run, TransferReport
+from cache_runtime.transfer.engine import Run, Spans, TransferReport
 from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.messages import Grant, GroupGrant
@@ -37,7 +37,7 @@ class CopyingLink:
         self.num_writes: Counter[int] = Counter()
 
     def write(
-        self, runs: list[Run], *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool]
+        self, runs: Sequence[Run], *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
     ) -> Future[TransferReport]:
         for run in runs:
             source = run.source_address - self._source.base_address
