@@ -46,12 +46,13 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """Another process's `SharedMemory`, read-only. The descriptor stays the caller's and may be closed at once."""
+    """Another process's `SharedMemory`. The descriptor stays the caller's and may be closed at once."""
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, num_bytes: int, *, is_writable: bool = False) -> None:
         """Raises ValueError when the file may shrink or is too small, OSError when it cannot be mapped."""
         check_shareable(descriptor, num_bytes)
-        self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        access = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
+        self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=access)
         self.num_bytes = num_bytes
         self.base_address = int(np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from cache_runtime.transfer.block_spans import block_spans
 from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, Spans, StandingPermit, TransferEngine
 from cache_runtime.transfer.schema import PlacementManifest
@@ -23,7 +25,9 @@ class GrantFence:
     def __init__(
         self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes, *, hashes: bool = False
     ) -> None:
-        """`manifest`: where this node's blocks lie. `hashes`: whether what arrives is to be hashed, see `digests`."""
+        """`manifest`: where this node's blocks lie, on all of its tensor ranks. `hashes`: whether what arrives is to be
+        hashed, see `digests`.
+        """
         self._plane = plane
         self._manifest = manifest
         self._handoff_id = handoff_id
@@ -45,7 +49,7 @@ class GrantFence:
 
     def _open(self, grant: Grant) -> None:
         blocks = {group.group_id: group.block_ids for group in grant.groups}
-        spans = block_spans(self._manifest.logical, self._manifest.ranks[0], blocks)
+        spans = np.concatenate([block_spans(self._manifest.logical, rank, blocks) for rank in self._manifest.ranks])
         if self._permit is not None or not len(spans):
             return
         try:

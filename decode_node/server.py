@@ -146,10 +146,10 @@ class DecodeNode:
             await self._receiving.peers.close()
         self._forms.close()
         await asyncio.to_thread(self.engine.stop)
-        if self._core.ranks is not None:
-            await asyncio.to_thread(self._core.ranks.close)
         if self._core.data_plane is not None:
             self._core.data_plane.planes.close()
+        if self._core.ranks is not None:
+            await asyncio.to_thread(self._core.ranks.close)
 
     def _make_receiving(self, config: DecodeNodeConfig, transport: Transport | None) -> _Receiving:
         data_plane = self._core.require_data_plane()

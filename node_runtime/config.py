@@ -224,7 +224,7 @@ class ComputeNodeConfig(NodeConfig):
         default=1,
         ge=1,
         le=64,
-        description="Processes that share the heads of every layer, each with an arena of its own. Only fused nodes.",
+        description="Processes that share the heads of every layer, each with an arena of its own.",
     )
     enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
     data_plane: DataPlaneName = Field(

@@ -106,6 +106,10 @@ class NodeDraining(NodeError):
         self.node_id = node_id
 
 
+class NodeBroken(NodeError):
+    """A process that this node is made of is gone, and the node with it. Other nodes may take the request at once."""
+
+
 class TransferBroken(NodeError):
     """The data plane failed to move the cache of a request."""
 

@@ -217,7 +217,8 @@ class PromptHandoff:
         self._request_id = start.request_id
         self._handoff_id = start.handoff_id
         # Of ranks that ship parts of blocks there are none, as from a node that knows no checksums.
-        self._wants_checksums = start.wants_checksums and self._tools.checksums.hasher.can_compare(self._peer.target)
+        hasher = self._tools.checksums.hasher
+        self._wants_checksums = start.wants_checksums and hasher.can_compare(self._peer.targets[0])
 
     def feed(self, event: PrefillEvent) -> None:
         """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""
@@ -301,7 +302,7 @@ class PromptHandoff:
         checksums = None
         if self._wants_checksums:
             checksums = self._tools.checksums.begin(grant.handoff_id, self._peer.link, self._hop, self._transfer.fail)
-        self._tools.sender.grant(self._engine_id, grant, self._peer.target, self._transfer, checksums)
+        self._tools.sender.grant(self._engine_id, grant, self._peer.targets, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))
 

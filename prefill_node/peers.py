@@ -36,7 +36,7 @@ class DecodePeer:
 
     node_id: str
     incarnation: int
-    target: RankPlacement
+    targets: tuple[RankPlacement, ...]  # of its tensor ranks, which one link reaches
     groups: Mapping[str, GrantedGroup]
     link: PeerLink
     data_plane: str
@@ -91,10 +91,10 @@ class DecodePeers:
         self._check_compatible(caller)
         async with self._turn(caller.incarnation):
             known = self._peers.get(caller.incarnation)
-            if known is not None and not known.suspect_reason and known.target == caller.manifest.ranks[0]:
+            if known is not None and not known.suspect_reason and known.targets == caller.manifest.ranks:
                 await self._prove_again(caller, known)
                 return known.data_plane
-            chosen = await self._open(caller, caller.manifest.ranks[0].offers, with_arena=True)
+            chosen = await self._open(caller, caller.manifest.ranks[0].offers, with_arenas=True)
             self._admit(caller, chosen)
             return chosen.data_plane
 
@@ -155,16 +155,17 @@ class DecodePeers:
 
     async def _prove_again(self, caller: Introduction, known: DecodePeer) -> None:
         """Proves the way to a known peer without touching the link that its handoffs use."""
-        offers = [offer for offer in known.target.offers if offer.name == known.data_plane]
-        chosen = await self._open(caller, offers, with_arena=False)
+        offers = [offer for offer in known.targets[0].offers if offer.name == known.data_plane]
+        chosen = await self._open(caller, offers, with_arenas=False)
         chosen.link.close()
 
-    async def _open(self, caller: Introduction, offers: Sequence[PlaneOffer], *, with_arena: bool) -> ChosenLink:
+    async def _open(self, caller: Introduction, offers: Sequence[PlaneOffer], *, with_arenas: bool) -> ChosenLink:
         """A link over one of the offered planes, through which the nonce has been written."""
-        rank = caller.manifest.ranks[0]
         regions = [Region(base_address=caller.nonce_address, num_bytes=NONCE_BYTES)]
-        if with_arena:
-            regions.append(Region(base_address=rank.arena_base, num_bytes=rank.arena_bytes))
+        if with_arenas:
+            regions += (
+                Region(base_address=rank.arena_base, num_bytes=rank.arena_bytes) for rank in caller.manifest.ranks
+            )
         opening = asyncio.ensure_future(asyncio.to_thread(self.planes.open_peer, offers, regions))
         try:
             chosen = await asyncio.shield(opening)
@@ -177,7 +178,7 @@ class DecodePeers:
         except TransferError as error:
             raise PeerUnavailable(error.peer, f"data plane of {caller.node_id}: {error.reason}") from None
         except ValueError as error:
-            raise InvalidRequest(f"nonce_address: {error}") from None
+            raise InvalidRequest(f"nonce_address and arenas: {error}") from None
         try:
             await self._write_nonce(caller, chosen.link)
         except BaseException:
@@ -201,9 +202,10 @@ class DecodePeers:
                     await asyncio.wait((writing,))
 
     def _admit(self, caller: Introduction, chosen: ChosenLink) -> None:
-        rank = caller.manifest.ranks[0]
+        ranks = caller.manifest.ranks
+        # A grant names blocks by one id for all ranks.
         groups = {
-            group.group_id: GrantedGroup.of(group, rank.find_num_blocks(group.group_id) or 0)
+            group.group_id: GrantedGroup.of(group, min(rank.find_num_blocks(group.group_id) or 0 for rank in ranks))
             for group in caller.manifest.logical.groups
         }
         for old in [peer for peer in self._peers.values() if self._is_replaced(peer, caller)]:
@@ -216,7 +218,7 @@ class DecodePeers:
         self._peers[caller.incarnation] = DecodePeer(
             node_id=caller.node_id,
             incarnation=caller.incarnation,
-            target=rank,
+            targets=ranks,
             groups=groups,
             link=chosen.link,
             data_plane=chosen.data_plane,

@@ -5,6 +5,9 @@ completed in that stage, for every prompt that has a grant. A prompt that was co
 grant came is caught up when the grant arrives. One cursor per stage and group makes "exactly once" hold by
 construction: what lies behind the cursor was posted, what lies ahead was not.
 
+It sends for all tensor ranks of the node, whose arenas are in reach of this process: a stage has finished when every
+rank has stored its rows, and one transfer carries what each of them has for each rank of the peer.
+
 It knows no gRPC and no session states. Source rows are never modified after their stage has finished, and the
 scheduler keeps the blocks until the handoff is over, so a posted write always reads what was computed.
 """
@@ -13,15 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_runtime.recipes.partition import TensorRank
-from cache_runtime.transfer.partition import Pieces, plan_pieces
+from cache_runtime.transfer.lanes import LanePlanner, RankLane
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.runs import RunTable
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
@@ -52,8 +54,7 @@ class _Delivery:
     """Where the blocks of one prompt go, and how far each stage has got."""
 
     grants: tuple[GroupGrant, ...]  # in the scheduler's order of groups
-    target: RankPlacement
-    pieces: Mapping[str, Pieces] | None  # of each block of a field; None: all of it
+    lanes: tuple[RankLane, ...]
     transfer: OutgoingTransfer
     checksums: TransferChecksums | None
     next_slots: list[list[int]]  # [stage][group]: first table slot that was not posted
@@ -67,14 +68,14 @@ class _Prompt:
     request_id: str
     num_tokens: int
     num_computed_tokens: list[int]
-    deliveries: list[_Delivery] = field(default_factory=list)  # one per tensor rank of the peer
+    delivery: _Delivery | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Granted:
     request_id: str
     grant: Grant
-    target: RankPlacement
+    lanes: tuple[RankLane, ...]
     transfer: OutgoingTransfer
     checksums: TransferChecksums | None
 
@@ -93,21 +94,18 @@ class _ChunkRow:
 
 
 class PrefillSender:
-    """StepHooks of the prefill role. `grant` and `forget` are safe from every thread; the rest is for the engine's.
+    """StepHooks of the prefill role. `grant` and `forget` are safe from every thread; the rest is for the engine's."""
 
-    A prompt is granted once for each tensor rank of the peer, with that rank as the target.
-    """
-
-    def __init__(self, *, logical: LogicalManifest, source: RankPlacement, block_tables: BlockTables) -> None:
+    def __init__(
+        self, *, logical: LogicalManifest, sources: Sequence[RankPlacement], block_tables: BlockTables
+    ) -> None:
         """
         Args:
             logical: Groups in the scheduler's order, fields and stages of this node's cache.
-            source: Placement of this rank's arena.
-            block_tables: The scheduler's current block tables of a request, one array per group.
+            sources: Placement of each rank's arena, with addresses of this process.
+            block_tables: The scheduler's current block tables of a request, one array per group; those of all ranks.
         """
-        self._logical = logical
-        self._pieces_of: dict[TensorRank, Mapping[str, Pieces]] = {}
-        self._source = source
+        self._lanes = LanePlanner(logical, sources)
         self._block_tables = block_tables
         self._group_ids = tuple(group.group_id for group in logical.groups)
         self._stages = tuple(_stage_fields(logical, stage.field_ids) for stage in logical.stages)
@@ -125,13 +123,17 @@ class PrefillSender:
         self,
         request_id: str,
         grant: Grant,
-        target: RankPlacement,
+        targets: Sequence[RankPlacement],
         transfer: OutgoingTransfer,
         checksums: TransferChecksums | None = None,
     ) -> None:
-        """Opens the way for a prompt's blocks. Takes effect at the next stage, or the next `poll` of an idle engine."""
+        """Opens the way for a prompt's blocks to all ranks of a peer, each in its arena at the same block ids.
+
+        Takes effect at the next stage, or the next `poll` of an idle engine.
+        """
+        lanes = self._lanes.lanes_to(targets)
         self._mail.append(
-            _Granted(request_id=request_id, grant=grant, target=target, transfer=transfer, checksums=checksums)
+            _Granted(request_id=request_id, grant=grant, lanes=lanes, transfer=transfer, checksums=checksums)
         )
 
     def forget(self, request_id: str) -> None:
@@ -163,8 +165,7 @@ class PrefillSender:
             row.prompt.num_computed_tokens[stage] = row.end_token
         self.poll()
         for row in self._rows:
-            for delivery in row.prompt.deliveries:
-                self._push(row.prompt, delivery, (stage,))
+            self._push(row.prompt, (stage,))
 
     def poll(self) -> None:
         """Carries out what other threads asked for."""
@@ -177,37 +178,27 @@ class PrefillSender:
 
     def _open_delivery(self, mail: _Granted) -> None:
         prompt = self._prompts.get(mail.request_id)
-        if prompt is None or any(known.target.tp_rank == mail.target.tp_rank for known in prompt.deliveries):
+        if prompt is None or prompt.delivery is not None:
             return
         by_id = {group.group_id: group for group in mail.grant.groups}
         grants = tuple(by_id[group_id] for group_id in self._group_ids)
-        delivery = _Delivery(
+        prompt.delivery = _Delivery(
             grants=grants,
-            target=mail.target,
-            pieces=self._pieces(mail.target),
+            lanes=mail.lanes,
             transfer=mail.transfer,
             checksums=mail.checksums,
             next_slots=[[group.first_slot for group in grants] for _ in self._stages],
             open_stages=set(range(len(self._stages))),
         )
-        prompt.deliveries.append(delivery)
         # With checksums stage by stage, so that what has landed is compared while the rest is on its way.
         stages = range(len(self._stages))
         for some in [stages] if mail.checksums is None else [(stage,) for stage in stages]:
-            self._push(prompt, delivery, some)
+            self._push(prompt, some)
 
-    def _pieces(self, target: RankPlacement) -> Mapping[str, Pieces] | None:
-        """What this rank writes of a block to `target`; ranks of nodes with equally many have the same heads."""
-        source, rank = self._source.tensor_rank, target.tensor_rank
-        if rank == source:
-            return None
-        if rank not in self._pieces_of:
-            self._pieces_of[rank] = plan_pieces(self._logical, source, rank)
-        return self._pieces_of[rank]
-
-    def _push(self, prompt: _Prompt, delivery: _Delivery, stages: Sequence[int]) -> None:
+    def _push(self, prompt: _Prompt, stages: Sequence[int]) -> None:
         """Posts what `stages` have completed and not yet posted. A fault ends this delivery and no other."""
-        if not delivery.open_stages:
+        delivery = prompt.delivery
+        if delivery is None or not delivery.open_stages:
             return
         shipped: list[ShippedBlocks] = []
         try:
@@ -253,14 +244,19 @@ class PrefillSender:
     ) -> RunTable:
         granted = delivery.grants[fields.group_index]
         targets = granted.block_ids[begin_slot - granted.first_slot : end_slot - granted.first_slot]
-        return plan_block_runs(
-            self._source,
-            delivery.target,
-            fields.field_ids,
-            table[begin_slot:end_slot],
-            targets,
-            group_id=fields.group_id,
-            pieces=delivery.pieces,
+        return RunTable.joined(
+            [
+                plan_block_runs(
+                    lane.source,
+                    lane.target,
+                    fields.field_ids,
+                    table[begin_slot:end_slot],
+                    targets,
+                    group_id=fields.group_id,
+                    pieces=lane.pieces,
+                )
+                for lane in delivery.lanes
+            ]
         )
 
 

@@ -55,6 +55,7 @@ class PrefillNode:
         data_plane = core.require_data_plane()
         self._config = config
         self._core = core
+        self._on_fatal = on_fatal
         self._planes = data_plane.planes
         self._is_serving = False
         self._hashing = hashing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
@@ -63,7 +64,7 @@ class PrefillNode:
         self._planes.register(probes.base_address, probes.num_bytes, shared_descriptor=probes.shared_descriptor)
         sender = PrefillSender(
             logical=data_plane.manifest.logical,
-            source=data_plane.manifest.ranks[0],
+            sources=data_plane.manifest.ranks,
             block_tables=core.scheduler.block_tables,
         )
         self.engine = engine_class(
@@ -124,6 +125,8 @@ class PrefillNode:
         """Listens and serves. Raises PortInUse or BadConfig."""
         await self._server.start()
         self.engine.start()
+        if self._core.ranks is not None:
+            self._core.ranks.watch(self._on_fatal)
         self._is_serving = True
         self._server.set_serving(True)
         self._status_metrics.start()
@@ -140,6 +143,8 @@ class PrefillNode:
         self._hashing.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
         self._planes.close()
+        if self._core.ranks is not None:
+            await asyncio.to_thread(self._core.ranks.close)
 
 
 async def serve(config: PrefillNodeConfig) -> int:

@@ -5,13 +5,16 @@ Pure; it only describes. Whoever bootstraps a peer decides what a non-empty answ
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from cache_runtime.recipes.partition import HeadSection
 
 from .plane_choice import usable_offers
 from .schema import FieldSchema, GroupSchema, LogicalManifest, PlacementManifest, RankPlacement
+
+# Of each side: as many arenas as a data plane exposes beside what else a node registers.
+MAX_LINKED_RANKS: Final = 32
 
 
 def logical_differences(
@@ -26,32 +29,38 @@ def logical_differences(
     return tuple(_Comparison(local_name, peer_name).manifests(local, peer))
 
 
-def check_bridgeable(
-    source: PlacementManifest, target: PlacementManifest, *, max_linked_ranks: int = 1
-) -> tuple[str, ...]:
+def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tuple[str, ...]:
     """Physical differences between two logically equal manifests that no handoff can bridge; empty when there are none.
 
     Bridged are other arena addresses and sizes, offsets, strides, block counts and numbers of tensor ranks: heads are
     re-cut by `partition.plan_pieces`, and that they share out on either side is checked by the manifests themselves.
-    Not bridged are no data plane in common, and more ranks than `max_linked_ranks` on a side, because a node opens so
-    many links to a peer.
+    Not bridged are no data plane in common, more than `MAX_LINKED_RANKS` on a side, and ranks of the target that are
+    reached at several endpoints.
     """
-    sizes = len(source.ranks), len(target.ranks)
-    if max(sizes) > max_linked_ranks:
-        return (f"tp_size source={sizes[0]}, target={sizes[1]}: nodes link {max_linked_ranks} rank each",)
-    is_same_size = len(source.ranks) == len(target.ranks)
-    reasons = []
-    for ours, theirs in itertools.product(source.ranks, target.ranks):
-        if is_same_size and ours.tp_rank != theirs.tp_rank:
-            continue  # they have the same heads, so each rank writes to its like
-        if not usable_offers(ours.offers, theirs.offers):
-            where = f"rank {ours.tp_rank}" if is_same_size else f"rank {ours.tp_rank} to rank {theirs.tp_rank}"
-            reasons.append(f"{where}: data_plane source={_shown_offers(ours)}, target={_shown_offers(theirs)}")
+    sides = {"source": source.ranks, "target": target.ranks}
+    reasons = [
+        f"tp_size {side}={len(ranks)}, limit {MAX_LINKED_RANKS}"
+        for side, ranks in sides.items()
+        if len(ranks) > MAX_LINKED_RANKS
+    ]
+    ours, theirs = source.ranks[0], target.ranks[0]
+    apart = next((rank for rank in target.ranks if rank.offers != theirs.offers), None)
+    if apart is not None:
+        reasons.append(
+            f"target ranks {theirs.tp_rank} and {apart.tp_rank}: reached at {_shown_endpoints(theirs)} and at "
+            f"{_shown_endpoints(apart)}, one link must lead to all of them"
+        )
+    if not usable_offers(ours.offers, theirs.offers):
+        reasons.append(f"data_plane source={_shown_offers(ours)}, target={_shown_offers(theirs)}")
     return tuple(reasons)
 
 
 def _shown_offers(rank: RankPlacement) -> str:
     return "|".join(f"{offer.name}({offer.protocol})" if offer.protocol else offer.name for offer in rank.offers)
+
+
+def _shown_endpoints(rank: RankPlacement) -> str:
+    return "|".join(f"{offer.name} {offer.endpoint}" for offer in rank.offers)
 
 
 class _Comparison:

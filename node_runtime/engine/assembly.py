@@ -7,16 +7,19 @@ says why in one line. Blocking: opens files, reads weights, allocates the arena.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache_runtime.device import Device, open_device
 from cache_runtime.errors import CacheError
+from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
 from cache_runtime.transfer.engine import DataPlaneError
-from cache_runtime.transfer.manifest_builder import build_manifest
+from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
+from cache_runtime.transfer.placement import MAX_LINKED_RANKS
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import ManifestError
+from cache_runtime.transfer.schema import ManifestError, PlacementManifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
@@ -27,7 +30,7 @@ from node_runtime.engine.cache_plan import plan_cache, scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.engine.data_planes import known_to_older_releases, open_planes
 from node_runtime.engine.ranks.leader import MirroredExecutor, MirroredScheduler
-from node_runtime.engine.ranks.processes import FollowerProcesses
+from node_runtime.engine.ranks.processes import FollowerArena, FollowerProcesses
 from node_runtime.errors import BadConfig
 from scheduler_core import ConfigError, EvictionPolicy, Role, Scheduler, SchedulerConfig
 
@@ -56,7 +59,9 @@ def build_rank(config: ComputeNodeConfig, role: Role, *, max_ready_ungranted: in
     """The parts of one of several ranks of a node. Raises BadConfig naming the culprit."""
     try:
         checkpoint = open_checkpoint(config.model)
-        return _build_rank(config, role, checkpoint, open_device(config.device), max_ready_ungranted, tensor_ranks)
+        # The leader's data plane reaches into the arenas of all ranks.
+        device = open_device(config.device, is_shared=role is not Role.FUSED)
+        return _build_rank(config, role, checkpoint, device, max_ready_ungranted, tensor_ranks)
     except _BUILD_ERRORS as error:
         raise BadConfig(str(error)) from error
 
@@ -71,19 +76,19 @@ def _build(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> C
     planes = None if role is Role.FUSED else open_planes(config)
     device = open_device(config.device, is_shared=planes is not None and planes.find("shm") is not None)
     part = _build_rank(config, role, checkpoint, device, max_ready_ungranted, None)
-    fingerprint = checkpoint.fingerprint
     return ComputeCore(
         executor=part.executor,
         scheduler=part.scheduler,
         group_ids=tuple(part.executor.arena.contract.group_ids),
-        facts=_facts(config, part, fingerprint),
-        data_plane=None if planes is None else _data_plane(config, planes, part.executor, fingerprint),
+        facts=_facts(config, part),
+        data_plane=None if planes is None else _data_plane(config, planes, part, ()),
     )
 
 
 def _build_leader(config: ComputeNodeConfig, role: Role, max_ready_ungranted: int) -> ComputeCore:
     """Rank 0 of several, and the processes of the others."""
     plan_cache(config, role)  # says what is wrong with the model or the settings before a process is started
+    planes = None if role is Role.FUSED else open_planes(config)
     processes = FollowerProcesses(config, role, max_ready_ungranted=max_ready_ungranted)
     try:
         part = build_rank(config, role, max_ready_ungranted=max_ready_ungranted, tensor_ranks=processes.group)
@@ -92,8 +97,8 @@ def _build_leader(config: ComputeNodeConfig, role: Role, max_ready_ungranted: in
             executor=MirroredExecutor(part.executor, processes.followers),
             scheduler=MirroredScheduler(part.scheduler, processes.followers),
             group_ids=tuple(part.executor.arena.contract.group_ids),
-            facts=_facts(config, part, part.checkpoint.fingerprint),
-            data_plane=None,
+            facts=_facts(config, part),
+            data_plane=None if planes is None else _data_plane(config, planes, part, processes.arenas),
             ranks=processes,
         )
     except BaseException:
@@ -144,14 +149,12 @@ def _num_threads(config: ComputeNodeConfig) -> int:
 
 
 def _check_ranks(config: ComputeNodeConfig, role: Role) -> None:
-    if config.tensor_parallel == 1:
-        return
-    if role is not Role.FUSED:
+    if role is not Role.FUSED and config.tensor_parallel > MAX_LINKED_RANKS:
         raise BadConfig(
-            f"tensor_parallel: {config.tensor_parallel} given, a {role.name.lower()} node links one rank to its peers; "
-            "only fused nodes have more"
+            f"tensor_parallel: {config.tensor_parallel} given, peers of a {role.name.lower()} node link at most "
+            f"{MAX_LINKED_RANKS} ranks"
         )
-    if config.device != "cpu":
+    if config.tensor_parallel > 1 and config.device != "cpu":
         raise BadConfig(f"tensor_parallel: {config.tensor_parallel} given, ranks need cpu, not {config.device}")
 
 
@@ -161,29 +164,42 @@ def _check_device(config: ComputeNodeConfig, role: Role) -> None:
         raise BadConfig(f"device: {config.device} computes on fused nodes only, a {role.name.lower()} node needs cpu")
 
 
-def _data_plane(config: ComputeNodeConfig, planes: PlaneSet, executor: ModelExecutor, fingerprint: str) -> DataPlane:
-    arena = executor.arena
-    planes.register(arena.base_address, arena.num_bytes, shared_descriptor=arena.shared_descriptor)
+def _data_plane(
+    config: ComputeNodeConfig, planes: PlaneSet, part: RankPart, others: Sequence[FollowerArena]
+) -> DataPlane:
+    """Of all ranks: their arenas are alike, and all of them are in this process's reach."""
+    executor = part.executor
+    plan, own = executor.plan, executor.arena
+    planes.register(own.base_address, own.num_bytes, shared_descriptor=own.shared_descriptor)
+    for arena in others:
+        planes.register(arena.base_address, arena.num_bytes, shared_descriptor=arena.descriptor)
     fallback = known_to_older_releases(planes)
-    manifest = build_manifest(
-        executor.plan,
+    logical = describe_cache(
+        plan,
         stages=executor.stages,
-        model_fingerprint=fingerprint,
+        model_fingerprint=part.checkpoint.fingerprint,
         weight_version=config.weight_version,
-        arena_base=arena.base_address,
-        data_plane=fallback.name,
-        endpoint=fallback.endpoint,
-        planes=planes.offers,
     )
-    return DataPlane(planes=planes, manifest=manifest)
+    ranks = tuple(
+        place_rank(
+            plan,
+            TensorRank(rank=rank, size=config.tensor_parallel),
+            arena_base=arena_base,
+            data_plane=fallback.name,
+            endpoint=fallback.endpoint,
+            planes=planes.offers,
+        )
+        for rank, arena_base in enumerate((own.base_address, *(arena.base_address for arena in others)))
+    )
+    return DataPlane(planes=planes, manifest=PlacementManifest(logical=logical, ranks=ranks))
 
 
-def _facts(config: ComputeNodeConfig, part: RankPart, fingerprint: str) -> ModelFacts:
+def _facts(config: ComputeNodeConfig, part: RankPart) -> ModelFacts:
     executor = part.executor
     return ModelFacts(
         name=config.served_model_name or Path(config.model).stem,
         path=str(part.checkpoint.path),
-        fingerprint=fingerprint,
+        fingerprint=part.checkpoint.fingerprint,
         vocab_size=executor.config.vocab_size,
         context_tokens=part.limits.context_tokens,
         prefix_granularity=executor.plan.prefix_granularity,

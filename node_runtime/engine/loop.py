@@ -39,8 +39,8 @@ from node_runtime.engine.messages import (
     Update,
 )
 from node_runtime.engine.output_forms import FORM_FIELD
-from node_runtime.engine.scheduler import EngineBroken, EngineScheduler
-from node_runtime.errors import InternalError, InvalidRequest, NodeError, RemoteError
+from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
+from node_runtime.errors import InternalError, InvalidRequest, NodeBroken, NodeError, RemoteError
 from node_runtime.handoff.messages import GroupGrant
 from scheduler_core import (
     AbortEvent,
@@ -188,16 +188,17 @@ class EngineLoop:
                 is_busy = not self._stopping and self._step()
         except BaseException as error:
             _log.critical("the engine cannot go on: %s", error, exc_info=error)
-            self._fail(tuple(self._live), _broken_down())
+            told = _broken_down(error)
+            self._fail(tuple(self._live), told)
             self._flush()
             self._on_fatal(error)
-            self._refuse_until_stopped()
+            self._refuse_until_stopped(told)
 
-    def _refuse_until_stopped(self) -> None:
+    def _refuse_until_stopped(self, error: NodeError) -> None:
         """Nobody must wait for an engine that will never answer while the process is on its way out."""
         while not isinstance(command := self._inbox.get(), Shutdown):
             if isinstance(command, SubmitRequest):
-                self._deliver([(command.sink, RequestFailed(error=_broken_down()))])
+                self._deliver([(command.sink, RequestFailed(error=error))])
 
     # Commands.
 
@@ -227,12 +228,17 @@ class EngineLoop:
                 assert_never(command)
 
     def _submit(self, command: SubmitRequest) -> None:
+        live = _Live(command.sampling, command.stop, command.sink, command.matcher)
         try:
             self._scheduler.submit([command.spec])
         except SubmitError as error:
             self._outbox.append((command.sink, RequestFailed(error=InvalidRequest(str(error)))))
             return
-        self._live[command.spec.request_id] = _Live(command.sampling, command.stop, command.sink, command.matcher)
+        except EngineBroken:
+            # It hears of the end like the others.
+            self._live[command.spec.request_id] = live
+            raise
+        self._live[command.spec.request_id] = live
 
     def _post_events(self, events: tuple[Event, ...]) -> None:
         self._scheduler.advance(list(events))
@@ -404,5 +410,8 @@ class EngineLoop:
         )
 
 
-def _broken_down() -> InternalError:
+def _broken_down(error: BaseException) -> NodeError:
+    """What the requests are told. One that breaks a node must not be tried on all the others."""
+    if isinstance(error, RankGone):
+        return NodeBroken(str(error))
     return InternalError("the engine of this node broke down; its log says why")

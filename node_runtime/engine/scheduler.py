@@ -15,6 +15,10 @@ class EngineBroken(RuntimeError):
     """The engine's parts do not agree any more, for instance because a rank is gone. Nothing it holds can be used."""
 
 
+class RankGone(EngineBroken):
+    """Another rank of the node has ended, or does not answer. The requests that it was needed for are sound."""
+
+
 class EngineScheduler(Protocol):
     """`scheduler_core.Scheduler` is one. Called from the engine thread."""
 

@@ -30,6 +30,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
         errors.PeerDraining: grpc.StatusCode.UNAVAILABLE,
         errors.NodeDraining: grpc.StatusCode.UNAVAILABLE,
+        errors.NodeBroken: grpc.StatusCode.UNAVAILABLE,
         errors.TransferBroken: grpc.StatusCode.UNAVAILABLE,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
         errors.RequestCancelled: grpc.StatusCode.CANCELLED,

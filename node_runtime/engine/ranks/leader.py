@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from model_runtime.errors import RankGroupError
 from node_runtime.engine.loop import Executor
 from node_runtime.engine.ranks.link import RankLink, RankLost
 from node_runtime.engine.ranks.orders import (
@@ -26,7 +27,7 @@ from node_runtime.engine.ranks.orders import (
     encode_order,
     plan_digest,
 )
-from node_runtime.engine.scheduler import EngineBroken, EngineScheduler
+from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
 from scheduler_core import Capacity, Event, Plan, RequestSpec
 
 if TYPE_CHECKING:
@@ -42,22 +43,22 @@ class Followers:
         self._links = tuple(links)
 
     def tell(self, order: Order) -> None:
-        """Raises EngineBroken when a rank is gone."""
+        """Raises RankGone when one is."""
         frame = encode_order(order)
         try:
             for link in self._links:
                 link.send(frame)
         except RankLost as error:
-            raise EngineBroken(str(error)) from error
+            raise RankGone(str(error)) from error
 
     def wait_for_answers(self) -> None:
-        """Until every rank has answered once. Raises EngineBroken when one is gone or silent."""
+        """Until every rank has answered once. Raises RankGone when one is, or is silent."""
         try:
             for link in self._links:
                 if link.receive(ANSWER_TIMEOUT_S) is None:
-                    raise EngineBroken(f"{link.name} is gone")
+                    raise RankGone(f"{link.name} is gone")
         except RankLost as error:
-            raise EngineBroken(str(error)) from error
+            raise RankGone(str(error)) from error
 
 
 class MirroredScheduler:
@@ -120,8 +121,36 @@ class MirroredExecutor:
     def execute(
         self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
     ) -> tuple[SampledToken | None, ...]:
+        """`on_stage(i)` is called once the rows of stage `i` are in the arenas of all ranks."""
         self._followers.tell(Compute())
+        stages = _StoredByAll(on_stage)
         try:
-            return self._executor.execute(plan, sampling, on_stage)
+            sampled = self._executor.execute(plan, sampling, stages.stored_here)
+        except RankGroupError as error:
+            raise RankGone(str(error)) from error
         except Exception as error:
             raise EngineBroken(f"a forward pass failed on one rank: {error}") from error
+        stages.finish()
+        return sampled
+
+
+class _StoredByAll:
+    """Passes a stage on when every rank has stored its rows.
+
+    Behind its rows each stage gathers what all ranks made of theirs. So once this rank is at the next one, or through,
+    the others have stored this one: they gave their part of it afterwards.
+    """
+
+    def __init__(self, on_stage: Callable[[int], None] | None) -> None:
+        self._on_stage = on_stage
+        self._stored: int | None = None
+
+    def stored_here(self, stage: int) -> None:
+        self.finish()
+        self._stored = stage
+
+    def finish(self) -> None:
+        """The pass is over, or at another stage."""
+        stage, self._stored = self._stored, None
+        if stage is not None and self._on_stage is not None:
+            self._on_stage(stage)

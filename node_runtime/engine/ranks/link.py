@@ -6,6 +6,8 @@ import socket
 from contextlib import suppress
 
 _LENGTH_BYTES = 4
+# A descriptor travels with at least one byte.
+_DESCRIPTOR = b"d"
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -27,6 +29,27 @@ class RankLink:
             self._connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
         except OSError as error:
             raise RankLost(f"{self.name} is gone: {error}") from error
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Hands a file over, between two frames. Raises RankLost. For Unix sockets."""
+        try:
+            socket.send_fds(self._connection, [_DESCRIPTOR], [descriptor])
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error}") from error
+
+    def receive_descriptor(self, timeout_s: float) -> int:
+        """What `send_descriptor` of the other end handed over, now the caller's to close. Raises RankLost."""
+        self._connection.settimeout(timeout_s)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._connection, len(_DESCRIPTOR), 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise RankLost(f"{self.name} handed no file over: {error}") from error
+        finally:
+            with suppress(OSError):
+                self._connection.settimeout(None)
+        if not descriptors:
+            raise RankLost(f"{self.name} handed no file over")
+        return descriptors[0]
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """The next frame; None when the other end was closed between two frames. Raises RankLost."""

@@ -48,7 +48,11 @@ def main() -> int:
     except (BadConfig, ModelError) as error:
         link.send(json.dumps({"error": str(error)}).encode())
         return EXIT_BAD_CONFIG
-    link.send(json.dumps({"num_lcm_blocks": part.executor.plan.num_lcm_blocks}).encode())
+    arena = part.executor.arena
+    answer = {"num_lcm_blocks": part.executor.plan.num_lcm_blocks, "arena_bytes": arena.num_bytes}
+    link.send(json.dumps(answer).encode())
+    if arena.shared_descriptor is not None:
+        link.send_descriptor(arena.shared_descriptor)
     try:
         Follower(link, part.scheduler, part.executor).run()
     except Exception as error:

@@ -1,8 +1,8 @@
 """FollowerProcesses: the other tensor ranks of a node, one child process each on this machine.
 
 The leader starts them, gives each the configuration over a socket pair, and meets them in a gloo group for what the
-layers exchange. A follower that ends takes the node down; a leader that ends takes the followers with it, since their
-sockets close.
+layers exchange. On a node that hands caches over it maps their arenas, so that its data plane reaches all of them. A
+follower that ends takes the node down; a leader that ends takes the followers with it, since their sockets close.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from cache_runtime.shared_memory import MappedMemory
 from model_runtime.gloo_rank_group import GlooRankGroup
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.engine.ranks.leader import Followers
 from node_runtime.engine.ranks.link import RankLink, RankLost
-from node_runtime.engine.scheduler import EngineBroken
+from node_runtime.engine.scheduler import RankGone
 from node_runtime.errors import BadConfig
 from scheduler_core import Role
 
@@ -35,6 +36,32 @@ _CLOSE_TIMEOUT_S = 10.0
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
+class FollowerArena:
+    """The arena of another rank, mapped into this process."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Takes the descriptor over. Raises ValueError and OSError like MappedMemory."""
+        self.descriptor = descriptor
+        try:
+            self._memory = MappedMemory(descriptor, num_bytes, is_writable=True)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def base_address(self) -> int:
+        """In this process."""
+        return self._memory.base_address
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.num_bytes
+
+    def close(self) -> None:
+        """Nobody can be handed the arena any more; it stays mapped as long as this object lives."""
+        os.close(self.descriptor)
+
+
 class FollowerProcesses:
     """Ranks 1 to `tensor_parallel` - 1 of the configuration. Blocking; raises BadConfig when they do not start."""
 
@@ -42,7 +69,10 @@ class FollowerProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pdmesh-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[RankLink] = []
+        self._arenas: list[FollowerArena] = []
         self._is_closing = False
+        # A fused node has no data plane.
+        self._shares_arenas = role is not Role.FUSED
         store = Path(self._folder.name) / "store"
         # All ranks are on this machine, whatever its name resolves to.
         os.environ.setdefault(_INTERFACE_VARIABLE, "lo")
@@ -68,18 +98,30 @@ class FollowerProcesses:
         """Of ranks 1 and up."""
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def arenas(self) -> tuple[FollowerArena, ...]:
+        """Those of ranks 1 and up, once they are ready; none on a fused node."""
+        return tuple(self._arenas)
+
     def wait_until_ready(self, num_lcm_blocks: int) -> None:
         """Until every rank has built its part, with as many parents as the leader's. Raises BadConfig."""
         for link in self._links:
             try:
-                frame = link.receive(START_TIMEOUT_S)
-            except RankLost as error:
+                self._welcome(link, num_lcm_blocks)
+            except (RankLost, ValueError, OSError) as error:
                 raise BadConfig(str(error)) from error
-            answer = {"error": "ended while it started; see its log"} if frame is None else json.loads(frame)
-            if "error" in answer:
-                raise BadConfig(f"{link.name}: {answer['error']}")
-            if answer["num_lcm_blocks"] != num_lcm_blocks:
-                raise BadConfig(f"{link.name} has {answer['num_lcm_blocks']} LCM blocks, rank 0 has {num_lcm_blocks}")
+
+    def _welcome(self, link: RankLink, num_lcm_blocks: int) -> None:
+        frame = link.receive(START_TIMEOUT_S)
+        if frame is None:
+            raise BadConfig(f"{link.name}: ended while it started; see its log")
+        answer = json.loads(frame)
+        if "error" in answer:
+            raise BadConfig(f"{link.name}: {answer['error']}")
+        if answer["num_lcm_blocks"] != num_lcm_blocks:
+            raise BadConfig(f"{link.name} has {answer['num_lcm_blocks']} LCM blocks, rank 0 has {num_lcm_blocks}")
+        if self._shares_arenas:
+            self._arenas.append(FollowerArena(link.receive_descriptor(START_TIMEOUT_S), answer["arena_bytes"]))
 
     def watch(self, on_lost: Callable[[BaseException], None]) -> None:
         """Calls `on_lost`, on a thread of its own, should a rank end before `close`."""
@@ -91,6 +133,8 @@ class FollowerProcesses:
         if self._is_closing:
             return
         self._end_processes()
+        for arena in self._arenas:
+            arena.close()
         self.group.close()
 
     def _start(self, rank: int) -> RankLink:
@@ -110,7 +154,7 @@ class FollowerProcesses:
     def _wait(self, rank: int, process: subprocess.Popen[bytes], on_lost: Callable[[BaseException], None]) -> None:
         status = process.wait()
         if not self._is_closing:
-            on_lost(EngineBroken(f"tensor rank {rank} ended with status {status}"))
+            on_lost(RankGone(f"tensor rank {rank} ended with status {status}"))
 
     def _end_processes(self) -> None:
         self._is_closing = True

@@ -90,7 +90,7 @@ async def test_one_incarnation_is_bootstrapped_by_one_call_at_a_time_also_after_
     prefill, decode = await mesh.prefill(), await mesh.decode()
     num_active, seen = 0, []
 
-    async def fail(self: object, caller: object, offers: object, *, with_arena: bool) -> None:
+    async def fail(self: object, caller: object, offers: object, *, with_arenas: bool) -> None:
         nonlocal num_active
         num_active += 1
         seen.append(num_active)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from model_runtime.errors import RankGroupError
 from model_runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -43,9 +44,12 @@ class ThreadRank:
 
     def all_gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         self._meeting.slots[self._rank] = tensor.clone()
-        self._meeting.barrier.wait()
-        gathered = list(self._meeting.slots)
-        self._meeting.barrier.wait()  # nobody leaves anything new before all have looked
+        try:
+            self._meeting.barrier.wait()
+            gathered = list(self._meeting.slots)
+            self._meeting.barrier.wait()  # nobody leaves anything new before all have looked
+        except threading.BrokenBarrierError as error:
+            raise RankGroupError(f"rank {self._rank} of {self.size}: another rank is gone") from error
         return gathered
 
 

@@ -113,7 +113,7 @@ class Pair:
         manifest = manifest_of(self.source)
         self.sender = PrefillSender(
             logical=manifest.logical,
-            source=manifest.ranks[0],
+            sources=manifest.ranks,
             block_tables=lambda request_id: [self.tables[request_id]],
         )
         self.link = CopyingLink(self.source.arena, self.target.arena)
@@ -125,7 +125,7 @@ class Pair:
         first_slot = from_token // self.block_granularity
         group = GroupGrant(group_id="full", first_slot=first_slot, block_ids=tuple(target_blocks[first_slot:]))
         grant = Grant(handoff_id=b"h" * 16, from_token=from_token, groups=(group,))
-        self.sender.grant(request_id, grant, manifest_of(self.target).ranks[0], self.transfer)
+        self.sender.grant(request_id, grant, manifest_of(self.target).ranks, self.transfer)
 
     def run_chunk(self, plan: FakePlan, at_stage) -> None:
         self.sender.on_admitted(plan)

@@ -10,7 +10,7 @@ from unit.cache_runtime.transfer.manifests import FIELD_IDS, FULL, WINDOW, field
 
 from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily
-from cache_runtime.transfer.placement import check_bridgeable, logical_differences
+from cache_runtime.transfer.placement import MAX_LINKED_RANKS, check_bridgeable, logical_differences
 from cache_runtime.transfer.schema import LogicalManifest, ManifestError, PlacementManifest, StageSchema
 
 
@@ -101,38 +101,37 @@ def test_other_capacity_and_addresses_are_bridged(make_target: Callable[[], Plac
 
 def test_another_data_plane_is_not_bridged() -> None:
     target = PlacementManifest(logical=logical(), ranks=(replace(rank(), data_plane="mooncake"),))
-    assert check_bridgeable(manifest(), target) == ("rank 0: data_plane source=memory, target=mooncake",)
+    assert check_bridgeable(manifest(), target) == ("data_plane source=memory, target=mooncake",)
 
 
-def ranks_of(tp_size: int, data_plane: str = "memory") -> PlacementManifest:
-    """A node of one head per rank, of three."""
-    share = rank().fields[0].block_bytes // tp_size
-    fields = tuple(replace(item, block_bytes=share) for item in rank().fields)
-    ranks = tuple(
-        replace(rank(), tp_rank=index, tp_size=tp_size, fields=fields, data_plane=data_plane)
-        for index in range(tp_size)
-    )
+def ranks_of(tp_size: int) -> PlacementManifest:
+    """A node whose ranks share heads, or repeat them."""
+    extent = max(1, 3 // tp_size)
+    fields = tuple(replace(item, block_bytes=item.block_bytes // 3 * extent) for item in rank().fields)
+    ranks = tuple(replace(rank(), tp_rank=index, tp_size=tp_size, fields=fields) for index in range(tp_size))
     return PlacementManifest(logical=logical(), ranks=ranks)
 
 
-def test_another_number_of_tensor_ranks_is_bridged_when_all_are_linked() -> None:
-    assert check_bridgeable(manifest(), ranks_of(3), max_linked_ranks=3) == ()
-    assert check_bridgeable(ranks_of(3), manifest(), max_linked_ranks=3) == ()
+@pytest.mark.parametrize("tp_size", [3, 6])
+def test_another_number_of_tensor_ranks_is_bridged(tp_size: int) -> None:
+    assert check_bridgeable(manifest(), ranks_of(tp_size)) == ()
+    assert check_bridgeable(ranks_of(tp_size), manifest()) == ()
+    assert check_bridgeable(ranks_of(tp_size), ranks_of(3)) == ()
 
 
-def test_nodes_refuse_tensor_ranks_that_they_do_not_link_with_both_values() -> None:
-    (reason,) = check_bridgeable(manifest(), ranks_of(3))
-    assert reason == "tp_size source=1, target=3: nodes link 1 rank each"
-    assert len(check_bridgeable(ranks_of(3), ranks_of(3))) == 1
+def test_more_tensor_ranks_than_are_linked_are_refused_on_either_side() -> None:
+    many = 3 * MAX_LINKED_RANKS
+    assert check_bridgeable(manifest(), ranks_of(many)) == (f"tp_size target={many}, limit {MAX_LINKED_RANKS}",)
+    assert check_bridgeable(ranks_of(many), manifest()) == (f"tp_size source={many}, limit {MAX_LINKED_RANKS}",)
 
 
-def test_ranks_that_exchange_bytes_need_one_data_plane() -> None:
-    assert check_bridgeable(manifest(), ranks_of(3, "mooncake"), max_linked_ranks=3) == tuple(
-        f"rank 0 to rank {index}: data_plane source=memory, target=mooncake" for index in range(3)
+def test_ranks_of_a_target_are_reached_over_one_link() -> None:
+    first, *others, last = ranks_of(3).ranks
+    apart = replace(ranks_of(3), ranks=(first, *others, replace(last, endpoint="memory:2")))
+    assert check_bridgeable(manifest(), apart) == (
+        "target ranks 0 and 2: reached at memory memory:1 and at memory memory:2, one link must lead to all of them",
     )
-    assert check_bridgeable(ranks_of(3), ranks_of(3, "mooncake"), max_linked_ranks=3)[2] == (
-        "rank 2: data_plane source=memory, target=mooncake"
-    )
+    assert check_bridgeable(apart, manifest()) == ()
 
 
 def test_heads_that_do_not_share_out_on_a_side_have_no_manifest_there() -> None:

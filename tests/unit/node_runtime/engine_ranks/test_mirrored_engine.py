@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from typing import cast
 import pytest
 from support.fake_compute import FakeExecutor, expected_tokens, fake_core
 
+from cache_runtime.shared_memory import SharedMemory
 from model_runtime.sampler import SamplingParams
 from node_runtime.clock import ManualClock
 from node_runtime.engine.delivery import deliver_now
-from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.loop import EngineLoop, Executor
 from node_runtime.engine.messages import (
     GrantOffered,
     PostEvents,
@@ -27,6 +29,7 @@ from node_runtime.engine.messages import (
 from node_runtime.engine.ranks.follower import Follower
 from node_runtime.engine.ranks.leader import Followers, MirroredExecutor, MirroredScheduler
 from node_runtime.engine.ranks.link import RankLink, RankLost
+from node_runtime.engine.ranks.processes import FollowerArena
 from node_runtime.engine.scheduler import EngineBroken
 from scheduler_core import AbortEvent, Plan, ReadyEvent, RequestSpec, Role, Scheduler
 
@@ -223,3 +226,51 @@ def test_a_rank_that_goes_in_the_middle_of_a_frame_is_lost() -> None:
     with pytest.raises(RankLost, match="gone in the middle of a frame"):
         receiver.receive()
     receiver.close()
+
+
+def test_a_file_is_handed_over_between_two_frames() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = RankLink(ours, "tensor rank 1"), RankLink(theirs, "tensor rank 0")
+    memory = SharedMemory(4096, "test")
+    memory.mapping[:4] = b"rows"
+    sender.send(b"before")
+    sender.send_descriptor(memory.descriptor)
+    sender.send(b"after")
+    assert receiver.receive(JOIN_TIMEOUT_S) == b"before"
+    arena = FollowerArena(receiver.receive_descriptor(JOIN_TIMEOUT_S), 4096)
+    assert receiver.receive(JOIN_TIMEOUT_S) == b"after"
+    assert ctypes.string_at(arena.base_address, 4) == b"rows"
+    ctypes.memmove(arena.base_address, b"seen", 4)
+    assert bytes(memory.mapping[:4]) == b"seen"
+    arena.close()
+    sender.close()
+    with pytest.raises(RankLost, match="handed no file over"):
+        receiver.receive_descriptor(JOIN_TIMEOUT_S)
+    receiver.close()
+
+
+def test_a_stage_is_passed_on_once_the_next_one_is_stored_or_the_pass_is_over() -> None:
+    """Only then has every rank given what it makes of its rows, and so stored them."""
+    told: list[str] = []
+
+    class Stages:
+        def zero_blocks(self, plan: Plan) -> None: ...
+
+        def execute(self, plan: Plan, sampling: object, on_stage: Callable[[int], None]) -> tuple[None, ...]:
+            for stage in range(3):
+                told.append(f"stored {stage}")
+                on_stage(stage)
+            told.append("over")
+            return ()
+
+    executor = MirroredExecutor(cast(Executor, Stages()), Followers([]))
+    executor.execute(cast(Plan, None), {}, lambda stage: told.append(f"passed on {stage}"))
+    assert told == [
+        "stored 0",
+        "stored 1",
+        "passed on 0",
+        "stored 2",
+        "passed on 1",
+        "over",
+        "passed on 2",
+    ]

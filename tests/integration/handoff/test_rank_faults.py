@@ -1,0 +1,125 @@
+"""Nodes of two tensor ranks when something is wrong: a rank that dies, a peer that cannot be linked, damaged bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import grpc
+import pytest
+from support.fake_mesh import FakeMesh, FakeNode, until
+from support.model_core import model_core
+from support.rank_threads import RankThreads
+from unit.model_runtime import tiny_llama
+
+from cache_runtime.transfer.schema import PlacementManifest
+from model_runtime.checkpoint import Checkpoint, open_checkpoint
+
+PROMPT = tiny_llama.random_prompt(37, seed=1)
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(tiny_llama.save(tiny_llama.make_reference(), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+async def mesh(checkpoint: Checkpoint) -> AsyncIterator[FakeMesh]:
+    mesh = FakeMesh(partial(model_core, checkpoint=checkpoint))
+    yield mesh
+    await mesh.close()
+
+
+def kill_a_rank(node: FakeNode) -> None:
+    cast(RankThreads, node.core.ranks).kill(1)
+
+
+async def test_a_dead_rank_of_the_prefill_node_ends_its_requests_as_unavailable_and_costs_its_peer_nothing(
+    mesh: FakeMesh,
+) -> None:
+    broken, sound = await mesh.prefill(num_ranks=2), await mesh.prefill(num_ranks=2)
+    decode = await mesh.decode(broken, sound, num_ranks=2)
+    expected = (await mesh.generate(decode, PROMPT, prefill_address=sound.address)).token_ids
+    kill_a_rank(broken)
+    await until(lambda: bool(broken.fatal), "the node hears that its rank is gone")
+    assert "tensor rank 1 ended" in str(broken.fatal[0])
+    code, message = await mesh.error(decode, [*PROMPT, 1], prefill_address=broken.address)
+    assert (code, "tensor rank 1 is gone" in message) == (UNAVAILABLE, True), message
+    await mesh.kill(broken)
+    answer = await mesh.generate(decode, PROMPT, prefill_address=sound.address)
+    assert answer.token_ids == expected
+    for node in (sound, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_what_all_ranks_have_computed_is_handed_over_even_when_one_is_dead(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill(num_ranks=2)
+    decode = await mesh.decode(prefill)
+    expected = (await mesh.generate(decode, PROMPT, prefill_address=prefill.address)).token_ids
+    num_steps = prefill.node.engine.snapshot.num_steps
+    mesh.fabric.hold(decode.endpoint)
+    call = mesh.call(decode, token_ids=[*PROMPT[:36], 1], prefill_address=prefill.address)
+    await until(lambda: mesh.fabric.num_unfinished_writes(decode.endpoint) > 0, "bytes are on their way")
+    # All but the last tokens are in its cache.
+    await until(lambda: prefill.node.engine.snapshot.num_steps > num_steps, "the prompt is computed")
+    kill_a_rank(prefill)
+    await until(lambda: bool(prefill.fatal), "the node hears that its rank is gone")
+    mesh.fabric.release(decode.endpoint)
+    told = [token.token_id async for response in call for token in response.tokens.tokens]
+    assert len(told) == len(expected)
+    await decode.assert_all_blocks_return()
+
+
+async def test_a_dead_rank_of_the_decode_node_ends_its_streams_as_unavailable_and_frees_the_prefill_node(
+    mesh: FakeMesh,
+) -> None:
+    prefill = await mesh.prefill(num_ranks=2)
+    decode = await mesh.decode(prefill, num_ranks=2)
+    call = mesh.call(decode, token_ids=PROMPT, prefill_address=prefill.address, max_tokens=150)
+    num_tokens = 0
+    async for response in call:
+        num_tokens += len(response.tokens.tokens)
+        if num_tokens >= 3:
+            break
+    kill_a_rank(decode)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        num_tokens += sum([len(response.tokens.tokens) async for response in call])
+    assert error.value.code() == UNAVAILABLE, error.value.details()
+    assert num_tokens < 150
+    await until(lambda: bool(decode.fatal), "the node hears that its rank is gone")
+    await prefill.assert_all_blocks_return()
+    await mesh.kill(decode)
+    other = await mesh.decode(prefill)
+    assert len((await mesh.generate(other, PROMPT, prefill_address=prefill.address)).token_ids) == 4
+
+
+def with_ranks_apart(manifest: PlacementManifest) -> PlacementManifest:
+    """As of a node whose ranks have data planes of their own."""
+    first, second = manifest.ranks
+    return replace(manifest, ranks=(first, replace(second, endpoint="memory:elsewhere")))
+
+
+async def test_a_peer_whose_ranks_cannot_be_linked_is_refused_at_bootstrap_with_the_reason(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(num_ranks=2)
+    peers = decode.node._receiving.peers
+    peers._manifest = with_ranks_apart(peers._manifest)
+    code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "target ranks 0 and 1: reached at memory" in message
+    assert "memory:elsewhere, one link must lead to all of them" in message
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_ranks_whose_memory_is_not_exposed_are_refused_at_bootstrap(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(num_ranks=2)
+    peers = decode.node._receiving.peers
+    first, second = peers._manifest.ranks
+    peers._manifest = replace(peers._manifest, ranks=(first, replace(second, arena_base=second.arena_base + (1 << 40))))
+    code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
+    assert (code, "does not expose" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True), message
