@@ -6,6 +6,8 @@ import socket
 from contextlib import suppress
 
 _LENGTH_BYTES = 4
+# As long as a rank may be in a pass, which it reads no orders in.
+SEND_TIMEOUT_S = 120.0
 # A descriptor travels with at least one byte.
 _DESCRIPTOR = b"d"
 MAX_FRAME_BYTES = 1 << 30
@@ -16,17 +18,21 @@ class RankLost(RuntimeError):
 
 
 class RankLink:
-    """Owns the socket. One thread sends and one receives, which may be the same."""
+    """Owns the socket. For one thread at a time, except for `close`."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         """`name`: the rank at the other end, for messages."""
         self._connection = connection
         self.name = name
 
-    def send(self, frame: bytes) -> None:
-        """Raises RankLost when nobody is left to read it."""
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Raises RankLost when nobody is left to read it, or nobody reads."""
         try:
+            self._connection.settimeout(timeout_s)
             self._connection.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+            self._connection.settimeout(None)
+        except TimeoutError:
+            raise RankLost(f"{self.name} took nothing for {timeout_s:g} s") from None
         except OSError as error:
             raise RankLost(f"{self.name} is gone: {error}") from error
 

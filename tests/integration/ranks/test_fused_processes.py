@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from integration.ranks.engines import Engine, config_of
+from integration.ranks.engines import SETTINGS, Engine, config_of
 from support.processes import wait_until
 from unit.model_runtime import tiny_llama
 
+from decode_node.config import DecodeNodeConfig
 from model_runtime.sampler import SampledToken
 from node_runtime.engine.core import load_core
 from node_runtime.engine.ranks.processes import FollowerProcesses
@@ -111,3 +112,9 @@ def test_a_model_that_does_not_share_out_keeps_the_node_from_starting(tmp_path: 
     model = tiny_llama.save(tiny_llama.make_reference(num_heads=6, num_kv_heads=3), tmp_path)
     with pytest.raises(BadConfig, match="3 heads can neither be split over 2 tensor ranks"):
         load_core(config_of(model, 2), Role.FUSED)
+
+
+def test_a_node_that_hands_caches_over_has_no_more_ranks_than_its_peers_link() -> None:
+    values = {**SETTINGS, "model": "none", "tensor_parallel": 33}
+    with pytest.raises(BadConfig, match="tensor_parallel: 33 given, peers of a decode node link at most 32 ranks"):
+        load_core(DecodeNodeConfig.model_validate(values), Role.DECODE)

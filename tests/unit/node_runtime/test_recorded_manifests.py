@@ -81,6 +81,24 @@ def described() -> PlacementManifest:
     return PlacementManifest(logical=logical, ranks=(rank,))
 
 
+def shared_by(manifest: PlacementManifest, num_ranks: int) -> PlacementManifest:
+    """The same cache on several ranks, whose arenas follow one another."""
+    (rank,) = manifest.ranks
+    block_bytes = {item.field_id: item.rank_block_bytes(num_ranks) for item in manifest.logical.fields}
+    fields = tuple(replace(item, block_bytes=block_bytes[item.field_id]) for item in rank.fields)
+    ranks = tuple(
+        replace(
+            rank,
+            tp_rank=index,
+            tp_size=num_ranks,
+            arena_base=rank.arena_base + index * rank.arena_bytes,
+            fields=fields,
+        )
+        for index in range(num_ranks)
+    )
+    return replace(manifest, ranks=ranks)
+
+
 def messages_within(message: Message) -> list[Message]:
     """The message and every message in it."""
     found = [message]
@@ -102,6 +120,15 @@ def test_the_manifest_of_every_release_is_read_and_fits_what_this_one_says_of_th
     assert logical_differences(ours.logical, recorded.logical, local_name="decode", peer_name="prefill") == ()
     assert check_bridgeable(recorded, ours) == check_bridgeable(ours, recorded) == ()
     assert recorded == ours
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_node_of_every_release_is_bridged_to_one_of_several_tensor_ranks(path: Path) -> None:
+    recorded = manifest_from_proto(cache_pb2.PlacementManifest.FromString(path.read_bytes()))
+    ours = manifest_from_proto(manifest_to_proto(shared_by(described(), 2)))
+    assert [rank.tp_rank for rank in ours.ranks] == [0, 1]
+    assert logical_differences(ours.logical, recorded.logical, local_name="decode", peer_name="prefill") == ()
+    assert check_bridgeable(recorded, ours) == check_bridgeable(ours, recorded) == ()
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -218,6 +218,15 @@ def test_frames_of_any_size_arrive_whole_and_a_silent_rank_is_not_waited_for() -
     receiver.close()
 
 
+def test_a_rank_that_reads_nothing_is_not_waited_for() -> None:
+    ours, theirs = socket.socketpair()
+    sender = RankLink(ours, "tensor rank 1")
+    with pytest.raises(RankLost, match=r"tensor rank 1 took nothing for 0\.05 s"):
+        sender.send(bytes(8 << 20), 0.05)
+    sender.close()
+    theirs.close()
+
+
 def test_a_rank_that_goes_in_the_middle_of_a_frame_is_lost() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall((10).to_bytes(4, "little") + b"half")
