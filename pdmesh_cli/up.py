@@ -71,7 +71,9 @@ class UpOptions:
 def mesh_plan(options: UpOptions, model_path: Path, otlp_endpoint: str) -> MeshPlan:
     """The children that carry out the options. Raises BadConfig naming the option."""
     num_compute_nodes = options.num_decode + (0 if options.fused else options.num_prefill)
-    num_threads = options.num_threads or shared_num_threads(num_usable_cores(), num_compute_nodes)
+    num_ranks = options.compute_values.get("tensor_parallel")
+    num_processes = num_compute_nodes * (num_ranks if isinstance(num_ranks, int) else 1)
+    num_threads = options.num_threads or shared_num_threads(num_usable_cores(), num_processes)
     model: dict[str, FlagValue] = {"model": str(model_path), "served_model_name": served_name(options)}
     common: dict[str, FlagValue] = {"log_level": options.log_level, "otlp_endpoint": otlp_endpoint}
     router: dict[str, FlagValue] = {

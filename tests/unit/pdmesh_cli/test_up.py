@@ -82,6 +82,13 @@ def test_the_cores_are_shared_between_the_compute_nodes(
     assert plan.num_threads == 12 // num_nodes
 
 
+def test_the_cores_are_shared_between_the_tensor_ranks_of_all_compute_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh_cli.up.num_usable_cores", lambda: 12)
+    plan = mesh_plan(UpOptions(model="m", compute_values={"tensor_parallel": 2}), _PATH, "c:1")
+    assert plan.num_threads == 3
+    assert "--tensor-parallel=2" in plan.compute_arguments
+
+
 def test_a_mesh_without_decode_nodes_is_refused() -> None:
     with pytest.raises(BadConfig, match="num_decode must be at least 1, got 0"):
         mesh_plan(UpOptions(model="m", num_decode=0), _PATH, "c:1")
