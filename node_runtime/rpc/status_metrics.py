@@ -32,7 +32,8 @@ class _Instrument:
 
 
 def _one(value: float) -> Values:
-    return [(value, {})]
+    # OTLP refuses booleans, and with them everything that is sent along.
+    return [(int(value) if isinstance(value, bool) else value, {})]
 
 
 def _arena_blocks(status: mesh_pb2.NodeStatus) -> Values:

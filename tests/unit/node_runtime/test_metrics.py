@@ -176,6 +176,22 @@ async def test_a_collector_gets_phases_with_the_trace_they_belong_to() -> None:
     assert [exemplar.trace_id.hex() for exemplar in point.exemplars] == [trace_id]
 
 
+async def test_a_collector_gets_the_status_of_a_node() -> None:
+    async def read() -> mesh_pb2.NodeStatus:
+        return mesh_pb2.NodeStatus(serving=True, num_steps=7)
+
+    async with receiving() as (receiver, endpoint):
+        telemetry = Telemetry.setup("pdmesh-test", "node-1", endpoint)
+        node = StatusMetrics(telemetry.metrics, read)
+        node.start()
+        await asyncio.sleep(0)
+        await asyncio.to_thread(telemetry.shutdown)
+        await node.close()
+    (serving,) = receiver.metrics["pdmesh.serving"].gauge.data_points
+    (steps,) = receiver.metrics["pdmesh.steps"].sum.data_points
+    assert (serving.as_int, steps.as_int) == (1, 7)
+
+
 def test_only_metrics_are_served() -> None:
     with scraped() as (_, address), urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
