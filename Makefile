@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-states bench-trace bench-verify clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-sim bench-states bench-trace bench-verify clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench-states: setup ## kernels of recurrent layers beside what the machine allow
 
 bench-scheduler: setup ## CPU time per scheduled request
 	@$(BIN)/python bench/bench_scheduler.py
+
+bench-sim: setup ## CPU time of a simulated mesh, and how many a minute
+	@$(BIN)/python bench/bench_sim.py
 
 bench-verify: setup ## what checksums add to a transfer
 	@$(BIN)/python bench/bench_verify.py

@@ -25,8 +25,8 @@ def simulate_mesh(
 ) -> None:
     """Run whole meshes in virtual time, with every kind of fault, each from one seed. Fails on any finding."""
     from simulation.campaign import run_campaign
+    from simulation.drawing import draw_scenario
     from simulation.run import simulate
-    from simulation.scenario import draw_scenario
 
     first_seed = secrets.randbits(_SEED_BITS) if seed is None else seed
     if transcript:

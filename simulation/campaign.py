@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import time
@@ -9,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from simulation.drawing import draw_scenario
 from simulation.minimise import minimise
 from simulation.run import Outcome, simulate
-from simulation.scenario import draw_scenario
 
 # Seeds that one worker takes at a time.
 _CHUNK_SEEDS = 4
+# What runs leave behind is collected so seldom because each collection looks at all of it.
+_SEEDS_PER_COLLECTION = 64
 
 
 @dataclass(slots=True)
@@ -47,10 +50,29 @@ def run_seed(seed: int) -> Outcome:
 def outcomes(seeds: Iterable[int], num_jobs: int) -> Iterator[Outcome]:
     """The outcomes of all seeds, in any order."""
     if num_jobs == 1:
-        yield from map(run_seed, seeds)
+        was_enabled = gc.isenabled()
+        _collect_seldom()
+        try:
+            yield from map(_run_and_collect, seeds)
+        finally:
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
         return
-    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
-        yield from pool.imap_unordered(run_seed, seeds, chunksize=_CHUNK_SEEDS)
+    with multiprocessing.get_context("spawn").Pool(num_jobs, _collect_seldom) as pool:
+        yield from pool.imap_unordered(_run_and_collect, seeds, chunksize=_CHUNK_SEEDS)
+
+
+def _collect_seldom() -> None:
+    """What is loaded by now stays, and need not be looked at."""
+    gc.disable()
+    gc.freeze()
+
+
+def _run_and_collect(seed: int) -> Outcome:
+    if seed % _SEEDS_PER_COLLECTION == 0:
+        gc.collect()
+    return run_seed(seed)
 
 
 def run_campaign(

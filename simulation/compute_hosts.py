@@ -1,53 +1,69 @@
-"""Hosts of prefill and decode nodes: a real scheduler and engine loop around a fake model."""
+"""Hosts of prefill, decode and fused nodes: a real scheduler and engine loop around a fake model."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+
+from typing_extensions import override
 
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.plane_set import PlaneSet
+from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.server import DecodeNode
 from node_runtime.engine.core import ComputeCore, DataPlane
 from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import Command, SubmitRequest
+from node_runtime.engine.ranks.leader import MirroredExecutor, MirroredScheduler
 from node_runtime.rpc import Telemetry
+from prefill_node.config import PrefillNodeConfig
 from prefill_node.server import PrefillNode
-from scheduler_core import Event, Plan, Role, SchedulerConfig
+from scheduler_core import Capacity, Plan, RequestSpec, Role, Scheduler, SchedulerConfig
 from simulation.engine import stepped_engine
 from simulation.hosts import Host, Surroundings
 from simulation.kernel import CallbackExecutor, Process, ProcessKilled, VirtualClock
-from simulation.ledger import WatchedScheduler
+from simulation.ledger import GrantWatch
 from simulation.model import PREFIX_GRANULARITY, FakeExecutor, memory_plan
 from simulation.plane import SimulatedPlane
-from simulation.settings import ComputeSettings, decode_config, model_facts, prefill_config
+from simulation.ranks import SimulatedRanks
+from simulation.settings import ComputeSettings, decode_config, fused_config, model_facts, prefill_config
+from simulation.waiting_line import WaitingLine
+from simulation.watched import SchedulerWatch, WatchedScheduler
 
 _LAYER_S = (0.0001, 0.0008)
 _MAX_SLEEP_S = 60.0
+# When a supervisor starts a node again that left by itself.
+_SUPERVISOR_S = 0.5
 
 
 class ComputeHost(Host):
     """A host of a compute node."""
 
+    role: Role
+
     def __init__(self, name: str, address: str, surroundings: Surroundings, settings: ComputeSettings) -> None:
         super().__init__(name, address, surroundings)
         self.settings = settings
-        self.num_starts = 0
         self.max_request_tokens = 0
-        self.core: ComputeCore | None = None
+        # That of the first rank.
+        self.scheduler: WatchedScheduler | None = None
         self.node: PrefillNode | DecodeNode | None = None
+        self.ranks: SimulatedRanks | None = None
+        self._line: WaitingLine | None = None
 
     @property
     def endpoint(self) -> str:
         """Of the data plane of the process that runs now."""
-        return f"{self.name}/{self.num_starts}"
+        return f"{self.name}/{self.num_boots}"
 
     def is_quiet(self) -> bool:
         """Nothing is held for a request."""
-        if self.core is None or self.node is None:
+        if self.scheduler is None or self.node is None:
             return False
-        capacity = self.core.scheduler.capacity()
+        capacity = self.scheduler.capacity()
         return (
             capacity.num_live_requests == 0
             and capacity.active_lcm_blocks == capacity.quarantined_lcm_blocks == 0
@@ -59,9 +75,9 @@ class ComputeHost(Host):
         """Handoffs under way, or whose blocks are still held."""
 
     def describe(self) -> str:
-        if self.core is None:
+        if self.scheduler is None:
             return f"{self.name} is down"
-        capacity = self.core.scheduler.capacity()
+        capacity = self.scheduler.capacity()
         return (
             f"{self.name}: {capacity.num_live_requests} live requests, {self.num_handoffs()} handoffs, "
             f"{capacity.active_lcm_blocks} active and {capacity.quarantined_lcm_blocks} quarantined of "
@@ -70,112 +86,134 @@ class ComputeHost(Host):
 
     def clear_cache(self) -> None:
         """After quiescence: every block must be free."""
-        if self.core is None:
+        if self.scheduler is None:
             return
-        cleared = self.core.scheduler.clear_cache()
-        capacity = self.core.scheduler.capacity()
+        cleared = self.scheduler.clear_cache()
+        capacity = self.scheduler.capacity()
         if not cleared or capacity.empty_lcm_blocks != capacity.total_lcm_blocks:
             text = (
                 f"{self.name} has {capacity.empty_lcm_blocks} of {capacity.total_lcm_blocks} LCM blocks free at the end"
             )
             self.around.journal.find("leak", text)
 
-    def kill(self, *, silently: bool = False) -> None:
-        super().kill(silently=silently)
-        self.core = self.node = None
+    @override
+    def _end_process(self, *, silently: bool = False) -> None:
+        super()._end_process(silently=silently)
+        if self.ranks is not None:
+            self.ranks.close()
+        self.scheduler = self.node = self.ranks = self._line = None
 
-    def drain(self, restart_after_s: float) -> None:
-        """The node stops in good order; then its process ends, and later another one starts."""
-        node, process = self.node, self.process
-        if node is None or process is None or self.is_draining:
-            return
-        self.is_draining = True
-        self.around.journal.note(self.name, lambda: "is asked to stop")
+    # Tensor ranks.
 
-        async def leave() -> None:
-            await node.stop()
-            # Not from inside the coroutine that is to die with the process.
-            self.around.director.call_soon(self._leave, process, restart_after_s)
+    @property
+    def is_rank_lost(self) -> bool:
+        """Whether the node must leave because one of its ranks is gone."""
+        return self.ranks is not None and self.ranks.process.is_dead
 
-        process.create_task(leave())
+    def kill_rank(self, restart_after_s: float) -> None:
+        """Without effect on a node of one rank."""
+        if self.ranks is not None and not self.is_rank_lost:
+            self.around.journal.note(self.name, lambda: "loses its rank 1")
+            self.around.journal.count("rank lost")
+            # What follows is no defect, and said as one all the same.
+            self.around.journal.excused.add(self.name)
+            self.expect_to_leave(restart_after_s)
+            self.ranks.die(-9)
 
-    def _leave(self, process: Process, restart_after_s: float) -> None:
-        if self.process is process:
-            self.kill()
-            self.around.director.call_later(restart_after_s, self.boot)
+    def delay_rank(self, seconds: float) -> None:
+        """Without effect on a node of one rank."""
+        if self.ranks is not None:
+            self.ranks.lateness_s = seconds
 
-    def make_core(self, process: Process, role: Role) -> ComputeCore:
+    @override
+    def on_fatal(self, error: BaseException) -> None:
+        if not self.is_rank_lost or not self.is_asked_to_leave:
+            super().on_fatal(error)
+            self.expect_to_leave(_SUPERVISOR_S)
+        # As `serve` does, with a status of failure.
+        self.leave(str(error))
+
+    # The parts of a node.
+
+    def make_core(self, process: Process) -> ComputeCore:
         settings, around = self.settings, self.around
-        self.num_starts += 1
-        endpoint = self.endpoint
         plan = memory_plan(settings.kind, settings.num_lcm_blocks)
-        executor = FakeExecutor(settings.kind, plan, partial(self._let_time_pass, process))
-        ledger = around.ledger if role is Role.DECODE else None
-        if ledger is not None:
-            ledger.add_memory(endpoint, process, plan, executor.arena.base_address)
-
-        def on_plan(made: Plan) -> None:
-            self._watch_capacity()
-            if ledger is not None:
-                ledger.on_plan(endpoint, made)
-
-        def on_events(events: Sequence[Event]) -> None:
-            if ledger is not None:
-                ledger.on_events(endpoint, events)
-
-        scheduler = WatchedScheduler(
-            SchedulerConfig(
-                role=role,
-                prefix_granularity=PREFIX_GRANULARITY,
-                num_lcm_blocks=settings.num_lcm_blocks,
-                max_batch_size=settings.max_batch_size,
-                token_budget=settings.token_budget,
-                cache_groups=pool_to_cache_groups(executor.contract),
-                max_ready_ungranted=settings.max_ready_ungranted,
-            ),
-            on_plan,
-            on_events,
+        if settings.num_tensor_ranks > 1:
+            rank = Process(around.world, f"{self.name}/rank1", partial(self._on_error, f"{self.name}/rank1"))
+            self.ranks = SimulatedRanks(process, rank, around.rng)
+        executor = FakeExecutor(
+            settings.kind,
+            plan,
+            partial(self._let_time_pass, process),
+            *((self.ranks.gather,) if self.ranks is not None else ()),
+        )
+        config = SchedulerConfig(
+            role=self.role,
+            prefix_granularity=PREFIX_GRANULARITY,
+            num_lcm_blocks=settings.num_lcm_blocks,
+            max_batch_size=settings.max_batch_size,
+            token_budget=settings.token_budget,
+            cache_groups=pool_to_cache_groups(executor.contract),
+            max_ready_ungranted=settings.max_ready_ungranted,
+        )
+        line = self._line = WaitingLine(
+            needs_ready=self.role is Role.DECODE, find=partial(around.journal.find, "overtaken")
+        )
+        scheduler = self.scheduler = WatchedScheduler(
+            config, (_Gauges(self), line, *self._make_watches(process, executor))
         )
         self.max_request_tokens = scheduler.max_request_tokens
-        plane = SimulatedPlane(around.data, process, endpoint)
-        planes = PlaneSet((plane,))
-        planes.register(executor.arena.base_address, plan.num_arena_bytes)
-        manifest = build_manifest(
-            plan,
-            stages=executor.stages,
-            model_fingerprint=settings.kind.value,
-            weight_version="",
-            arena_base=executor.arena.base_address,
-            data_plane=plane.name,
-            endpoint=endpoint,
-            planes=planes.offers,
-        )
-        self.core = ComputeCore(
+        core = ComputeCore(
             executor=executor,
             scheduler=scheduler,
             group_ids=tuple(executor.contract.group_ids),
             facts=model_facts(settings, plan.num_arena_bytes, plan.layout.token_capacity(settings.num_lcm_blocks)),
-            data_plane=DataPlane(planes=planes, manifest=manifest),
+            data_plane=self._make_data_plane(process, executor),
         )
-        return self.core
+        if self.ranks is not None:
+            follower = FakeExecutor(settings.kind, plan, lambda: None)
+            followers = self.ranks.follow(Scheduler(config), follower)
+            core = replace(
+                core,
+                executor=MirroredExecutor(executor, followers),
+                scheduler=MirroredScheduler(scheduler, followers),
+                ranks=self.ranks,
+            )
+        return core
+
+    def _make_watches(self, process: Process, executor: FakeExecutor) -> Sequence[SchedulerWatch]:
+        """What this role has to look at besides."""
+        del process, executor
+        return ()
+
+    def _make_data_plane(self, process: Process, executor: FakeExecutor) -> DataPlane | None:
+        plan, arena = executor.arena.plan, executor.arena
+        plane = SimulatedPlane(self.around.data, process, self.endpoint)
+        planes = PlaneSet((plane,))
+        planes.register(arena.base_address, plan.num_arena_bytes)
+        manifest = build_manifest(
+            plan,
+            stages=executor.stages,
+            model_fingerprint=self.settings.kind.value,
+            weight_version="",
+            arena_base=arena.base_address,
+            data_plane=plane.name,
+            endpoint=self.endpoint,
+            planes=planes.offers,
+        )
+        return DataPlane(planes=planes, manifest=manifest)
 
     def engine_class(self, process: Process) -> type[EngineLoop]:
-        return stepped_engine(process, self.on_fatal)
+        line, settings = self._line, self.settings
 
-    def _watch_capacity(self) -> None:
-        """Every parent is in exactly one place."""
-        if self.core is None:
-            return
-        capacity = self.core.scheduler.capacity()
-        counts = (
-            capacity.empty_lcm_blocks,
-            capacity.active_lcm_blocks,
-            capacity.cached_lcm_blocks,
-            capacity.quarantined_lcm_blocks,
-        )
-        if sum(counts) != capacity.total_lcm_blocks:
-            text = f"{self.name}: empty, active, cached, quarantined {counts} of {capacity.total_lcm_blocks} LCM blocks"
-            self.around.journal.find("block count", text)
+        def receive(command: Command) -> Command:
+            if settings.is_overcommitted and isinstance(command, SubmitRequest):
+                command = replace(command, spec=_without_length(command.spec))
+            if line is not None:
+                line.on_posted(command)
+            return command
+
+        return stepped_engine(process, receive)
 
     def _let_time_pass(self, process: Process) -> None:
         """One layer is computed, and the rest of the world goes on meanwhile."""
@@ -188,13 +226,74 @@ class ComputeHost(Host):
             raise ProcessKilled
 
 
+def _without_length(spec: RequestSpec) -> RequestSpec:
+    return RequestSpec(
+        request_id=spec.request_id,
+        tokens=spec.tokens,
+        max_new_tokens=None,
+        extra_keys=spec.extra_keys,
+        local_prefill=spec.local_prefill,
+    )
+
+
+class _Gauges(SchedulerWatch):
+    """What holds of every scheduler's numbers, and what a run has seen."""
+
+    def __init__(self, host: ComputeHost) -> None:
+        self._host = host
+        self._journal = host.around.journal
+
+    @override
+    def on_submit(self, requests: Sequence[RequestSpec]) -> None:
+        if self._host.role is Role.FUSED:
+            self._journal.count("fused prompt")
+        elif any(request.local_prefill for request in requests):
+            self._journal.count("local prefill")
+
+    @override
+    def on_plan(self, plan: Plan, capacity: Capacity) -> None:
+        """Every parent is in exactly one place."""
+        counts = (
+            capacity.empty_lcm_blocks,
+            capacity.active_lcm_blocks,
+            capacity.cached_lcm_blocks,
+            capacity.quarantined_lcm_blocks,
+        )
+        if sum(counts) != capacity.total_lcm_blocks:
+            text = f"empty, active, cached, quarantined {counts} of {capacity.total_lcm_blocks} LCM blocks"
+            self._journal.find("block count", f"{self._host.name}: {text}")
+        if counts[-1]:
+            self._journal.count("quarantine")
+        if plan.retracted:
+            self._journal.count("retraction")
+
+    @override
+    def on_clear(self, *, was_cleared: bool, before: Capacity, after: Capacity) -> None:
+        if was_cleared:
+            self._journal.count(f"{self._host.name} cleared")
+        if was_cleared and after.empty_lcm_blocks != after.total_lcm_blocks:
+            num_held = after.total_lcm_blocks - after.empty_lcm_blocks
+            self._journal.find(
+                "clear", f"{self._host.name} still holds {num_held} LCM blocks after its cache was cleared"
+            )
+        if not was_cleared and before.cached_lcm_blocks != after.cached_lcm_blocks:
+            self._journal.find("clear", f"{self._host.name} refused to clear its cache, and lost some of it")
+
+
 class PrefillHost(ComputeHost):
     """Runs a PrefillNode."""
 
+    role = Role.PREFILL
+    config: PrefillNodeConfig
+
+    def __init__(self, name: str, address: str, surroundings: Surroundings, settings: ComputeSettings) -> None:
+        super().__init__(name, address, surroundings, settings)
+        self.config = prefill_config(name, self.hostname(), self.port(), settings)
+
     def _start(self, process: Process) -> None:
         node = self.node = PrefillNode(
-            prefill_config(self.name, self.hostname(), self.port(), self.settings),
-            self.make_core(process, Role.PREFILL),
+            self.config,
+            self.make_core(process),
             telemetry=Telemetry.off(),
             on_fatal=self.on_fatal,
             on_drain=self.on_drain,
@@ -203,7 +302,7 @@ class PrefillHost(ComputeHost):
             engine_class=self.engine_class(process),
             hashing=CallbackExecutor(process),
         )
-        process.create_task(node.start())
+        self.run_node(process, node.start(), node.stop)
 
     def num_handoffs(self) -> int:
         return self.node.service.num_handoffs if isinstance(self.node, PrefillNode) else 0
@@ -211,6 +310,9 @@ class PrefillHost(ComputeHost):
 
 class DecodeHost(ComputeHost):
     """Runs a DecodeNode that watches the given prefill nodes."""
+
+    role = Role.DECODE
+    config: DecodeNodeConfig
 
     def __init__(
         self,
@@ -221,12 +323,12 @@ class DecodeHost(ComputeHost):
         prefill_addresses: Sequence[str],
     ) -> None:
         super().__init__(name, address, surroundings, settings)
-        self._prefill_addresses = tuple(prefill_addresses)
+        self.config = decode_config(name, self.hostname(), self.port(), settings, tuple(prefill_addresses))
 
     def _start(self, process: Process) -> None:
         node = self.node = DecodeNode(
-            decode_config(self.name, self.hostname(), self.port(), self.settings, self._prefill_addresses),
-            self.make_core(process, Role.DECODE),
+            self.config,
+            self.make_core(process),
             telemetry=Telemetry.off(),
             on_fatal=self.on_fatal,
             on_drain=self.on_drain,
@@ -234,7 +336,44 @@ class DecodeHost(ComputeHost):
             transport=self.transport(process),
             engine_class=self.engine_class(process),
         )
-        process.create_task(node.start())
+        self.run_node(process, node.start(), node.stop)
+
+    @override
+    def _make_watches(self, process: Process, executor: FakeExecutor) -> Sequence[SchedulerWatch]:
+        ledger, arena = self.around.ledger, executor.arena
+        ledger.add_memory(self.endpoint, process, arena.plan, arena.base_address)
+        return (GrantWatch(ledger, self.endpoint),)
 
     def num_handoffs(self) -> int:
         return self.node.num_handoffs if isinstance(self.node, DecodeNode) else 0
+
+
+class FusedHost(ComputeHost):
+    """Runs a fused node, on one tensor rank or two."""
+
+    role = Role.FUSED
+    config: FusedNodeConfig
+
+    def __init__(self, name: str, address: str, surroundings: Surroundings, settings: ComputeSettings) -> None:
+        super().__init__(name, address, surroundings, settings)
+        self.config = fused_config(name, self.hostname(), self.port(), settings)
+
+    def _start(self, process: Process) -> None:
+        node = self.node = DecodeNode(
+            self.config,
+            self.make_core(process),
+            telemetry=Telemetry.off(),
+            on_fatal=self.on_fatal,
+            on_drain=self.on_drain,
+            clock=VirtualClock(self.around.world),
+            transport=self.transport(process),
+            engine_class=self.engine_class(process),
+        )
+        self.run_node(process, node.start(), node.stop)
+
+    @override
+    def _make_data_plane(self, process: Process, executor: FakeExecutor) -> DataPlane | None:
+        return None
+
+    def num_handoffs(self) -> int:
+        return 0

@@ -10,42 +10,60 @@ from node_runtime.engine.messages import Command
 from simulation.kernel import Process, ProcessKilled
 
 
-def stepped_engine(process: Process, on_fatal: Callable[[BaseException], None]) -> type[EngineLoop]:
-    """An EngineLoop whose iterations are callbacks of `process` and not of a thread."""
+class SteppedEngine(EngineLoop):
+    """An EngineLoop whose iterations are callbacks of a process and not of a thread. See `stepped_engine`."""
 
-    class SteppedEngine(EngineLoop):
-        _is_started = False
-        _is_scheduled = False
+    # Set by the subclass that belongs to one process.
+    process: Process
+    _is_started = False
+    _is_scheduled = False
+    _is_broken = False
 
-        def start(self) -> None:
-            self._is_started = True
+    def start(self) -> None:
+        self._is_started = True
+        self._schedule()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        del timeout_s
+        self._is_started = False
+
+    def post(self, command: Command) -> None:
+        super().post(command)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._is_started and not self._is_scheduled:
+            self._is_scheduled = True
+            self.process.call_soon(self._iterate)
+
+    def _iterate(self) -> None:
+        asyncio._set_running_loop(None)
+        more = False
+        try:
+            if self._is_broken:
+                while not self._inbox.empty():
+                    self._refuse(self._inbox.get())
+            else:
+                more = self.run_once()
+        except ProcessKilled:
+            return
+        except Exception as error:
+            self._is_broken = True
+            self._break_down(error)
+        self._is_scheduled = False
+        if more:
             self._schedule()
 
-        def stop(self, timeout_s: float = 10.0) -> None:
-            del timeout_s
-            self._is_started = False
+
+def stepped_engine(owner: Process, receive: Callable[[Command], Command]) -> type[SteppedEngine]:
+    """The engine of `owner`; `receive` sees every command in the order in which they come, and may put another in its
+    place.
+    """
+
+    class EngineOfProcess(SteppedEngine):
+        process = owner
 
         def post(self, command: Command) -> None:
-            super().post(command)
-            self._schedule()
+            super().post(receive(command))
 
-        def _schedule(self) -> None:
-            if self._is_started and not self._is_scheduled:
-                self._is_scheduled = True
-                process.call_soon(self._iterate)
-
-        def _iterate(self) -> None:
-            asyncio._set_running_loop(None)
-            try:
-                more = self.run_once()
-            except ProcessKilled:
-                return
-            except Exception as error:
-                self._is_started = False
-                on_fatal(error)
-                return
-            self._is_scheduled = False
-            if more:
-                self._schedule()
-
-    return SteppedEngine
+    return EngineOfProcess

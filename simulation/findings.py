@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,12 +38,20 @@ class Journal:
         self._time = time
         self.is_verbose = is_verbose
         self.findings: list[Finding] = []
+        # What a run has been through, by name: whether the simulator gets anywhere.
+        self.seen: Counter[str] = Counter()
+        # Processes that the scenario breaks in a way that they themselves must take for a defect.
+        self.excused: set[str] = set()
         self.lines: list[str] = []
 
     def note(self, who: str, text: Callable[[], str]) -> None:
         """One line of the transcript; `text` is asked only when somebody will read it."""
         if self.is_verbose:
             self.lines.append(f"{self._time.now_s:9.4f} {who:<10} {text()}")
+
+    def count(self, what: str) -> None:
+        """Something happened that not every run sees."""
+        self.seen[what] += 1
 
     def find(self, kind: str, text: str) -> None:
         if len(self.findings) < _MAX_FINDINGS:
@@ -63,7 +72,8 @@ class JournalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         name, text = self._process_name(), record.getMessage()
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None or record.levelno >= logging.CRITICAL:
+        is_defect = error is not None or record.levelno >= logging.CRITICAL
+        if is_defect and name not in self._journal.excused:
             self._journal.find("log", f"{name}: {text}" + ("" if error is None else f": {error!r}"))
         else:
             self._journal.note(name, lambda: f"{record.levelname.lower()}: {text}")

@@ -1,13 +1,15 @@
 """The machines of a simulated mesh: each runs one process after another, at an address that stays.
 
-A host starts, kills, stops and restarts its process. What is not simulated here is the node: its services, sessions,
-scheduler and engine loop are those of production, on a simulated transport, data plane, clock and model.
+A host starts, kills, stops and restarts its process, and lets it leave in good order as `serve` of every role does.
+What is not simulated here is the node: its services, sessions, scheduler and engine loop are those of production, on a
+simulated transport, data plane, clock and model.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -51,29 +53,32 @@ class Host(ABC):
         self.process: Process | None = None
         self.past: list[Process] = []
         self.slowness = 1.0
-        self.is_draining = False
+        self.num_boots = 0
+        # Since when the process that runs now is leaving.
+        self.leaves_since_s: float | None = None
+        # Somebody will ask the process that runs now to leave; None: it is not started again by itself.
+        self.is_asked_to_leave = False
+        self._restart_after_s: float | None = None
+        self._stop_node: Callable[[], Awaitable[None]] | None = None
 
     @property
-    def is_up(self) -> bool:
-        return self.process is not None
+    def is_leaving(self) -> bool:
+        return self.leaves_since_s is not None
 
     def boot(self) -> None:
         """Starts a process. Without effect while one runs."""
         if self.process is None:
             process = self.process = Process(self.around.world, self.name, partial(self._on_error, self.name))
+            self.num_boots += 1
             self.around.journal.note(self.name, lambda: "starts")
-            process.call_soon(self._start, process)
+            # Nothing of whoever starts it, such as the deadline of a call, is inherited.
+            process.call_soon(self._start, process, context=Context())
 
     def kill(self, *, silently: bool = False) -> None:
         """As kill -9, or `silently` as a power cut."""
-        process, self.process = self.process, None
-        self.is_draining = False
-        if process is not None:
+        if self.process is not None:
             self.around.journal.note(self.name, lambda: "is killed" + (", and its machine with it" if silently else ""))
-            process.kill()
-            self.past.append(process)
-            self.around.network.drop_process(process, silently=silently)
-            self.around.data.drop_process(process)
+            self._end_process(silently=silently)
 
     def stop_running(self) -> None:
         if self.process is not None and not self.process.is_stopped:
@@ -93,6 +98,60 @@ class Host(ABC):
         for process in (*self.past, *(() if self.process is None else (self.process,))):
             process.close_tasks()
 
+    # Leaving in good order.
+
+    def expect_to_leave(self, restart_after_s: float | None) -> None:
+        """The process that runs now will be asked to leave; it is started again after it has, unless that is None."""
+        if self.process is not None and not self.is_leaving:
+            self.is_asked_to_leave = True
+            self._restart_after_s = restart_after_s
+
+    def leave(self, reason: str) -> None:
+        """The first who asks is heard, as in `node_runtime.lifecycle`."""
+        process, stop_node = self.process, self._stop_node
+        if process is None or stop_node is None or self.is_leaving:
+            return
+        self.leaves_since_s = self.around.world.now_s
+        self.around.journal.note(self.name, lambda: f"begins to leave: {reason}")
+
+        async def stop() -> None:
+            await stop_node()
+            # Not from inside the coroutine that is to die with the process.
+            self.around.director.call_soon(self._left, process)
+
+        process.create_task(stop(), context=Context())
+
+    def _left(self, process: Process) -> None:
+        if self.process is not process:
+            return
+        self.around.journal.note(self.name, lambda: "has left")
+        self.around.journal.count("left")
+        restart_after_s = self._restart_after_s
+        self._end_process()
+        if restart_after_s is not None:
+            self.around.director.call_later(restart_after_s, self.boot)
+
+    def _end_process(self, *, silently: bool = False) -> None:
+        process, self.process = self.process, None
+        self._stop_node = None
+        self.is_asked_to_leave, self.leaves_since_s = False, None
+        if process is not None:
+            process.kill()
+            self.past.append(process)
+            self.around.network.drop_process(process, silently=silently)
+            self.around.data.drop_process(process)
+
+    # For the nodes.
+
+    def run_node(self, process: Process, start: Awaitable[None], stop: Callable[[], Awaitable[None]]) -> None:
+        """Starts a node; `stop` is how it leaves in good order."""
+
+        async def begin() -> None:
+            await start
+
+        self._stop_node = stop
+        process.create_task(begin())
+
     @abstractmethod
     def _start(self, process: Process) -> None:
         """Makes the node of this machine and begins to run it; called inside the event loop of `process`."""
@@ -104,7 +163,10 @@ class Host(ABC):
         self.around.journal.find("fatal", f"{self.name}: {error!r}")
 
     def on_drain(self, reason: str) -> None:
-        self.around.journal.find("drain", f"{self.name} drains though nobody asked it to: {reason}")
+        if self.is_asked_to_leave:
+            self.leave(reason)
+        else:
+            self.around.journal.find("drain", f"{self.name} drains though nobody asked it to: {reason}")
 
     def transport(self, process: Process) -> LoopbackTransport:
         return LoopbackTransport(self.around.network.wire_of(process))
@@ -120,16 +182,23 @@ class RouterHost(Host):
     """Runs a Router in front of the given nodes."""
 
     def __init__(
-        self, name: str, address: str, surroundings: Surroundings, prefill: Sequence[str], decode: Sequence[str]
+        self,
+        name: str,
+        address: str,
+        surroundings: Surroundings,
+        *,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        fused: Sequence[str],
     ) -> None:
         super().__init__(name, address, surroundings)
         self._prefill = tuple(prefill)
         self._decode = tuple(decode)
-        self.router: Router | None = None
+        self._fused = tuple(fused)
 
     def _start(self, process: Process) -> None:
-        router = self.router = Router(
-            router_config(self.name, self.hostname(), self.port(), self._prefill, self._decode),
+        router = Router(
+            router_config(self.name, self.hostname(), self.port(), self._prefill, self._decode, self._fused),
             simulated_tokenizer(),
             telemetry=Telemetry.off(),
             on_fatal=self.on_fatal,
@@ -138,4 +207,4 @@ class RouterHost(Host):
             transport=self.transport(process),
             draw=self.around.rng.random,
         )
-        process.create_task(router.start())
+        self.run_node(process, router.start(), router.stop)

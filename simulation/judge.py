@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from simulation.client import Answer
 from simulation.compute_hosts import ComputeHost
+from simulation.faults import FlipBit
 from simulation.findings import Journal
 from simulation.model import expected_tokens
 from simulation.plane import DRAIN_BOUND_S
-from simulation.scenario import FlipBit, Request, Scenario
+from simulation.scenario import ROUTER, Request, Scenario
 
 # With so much time no request may run out of it while nothing is wrong.
 _PATIENCE_S = 4.0
@@ -53,6 +54,10 @@ class Judge:
             self.journal.find(
                 "not placed anew", f"{name} ends in {status} though other nodes are well: {answer.message}"
             )
+        elif self._is_promised(answer) and not self._is_excused(request, status):
+            self.journal.find(
+                "broken promise", f"{name} ends in {status} though one node left at a time: {answer.message}"
+            )
 
     def _is_damaged(self) -> bool:
         return any(isinstance(fault, FlipBit) for fault in self.scenario.faults)
@@ -61,31 +66,52 @@ class Judge:
         """Whether no fault concerned the nodes of a request: what happens to others must not end it."""
         if not self.scenario.faults:
             return True
-        nodes = {name for placement in answer.placements for name in placement}
-        return bool(nodes) and not nodes & self.scenario.touched and "router" not in self.scenario.touched
+        nodes = {name for placement in answer.placements for name in placement if name}
+        return bool(nodes) and not nodes & self.scenario.touched and ROUTER not in self.scenario.touched
 
     def _has_refuge(self, request: Request) -> bool:
         """Whether some pair of nodes was well all the time, and there was time to go there."""
-        touched, num_tokens = self.scenario.touched, len(request.prompt) + request.max_tokens
-        prefill = [name for name in self.scenario.prefill_names if name not in touched]
-        decode = [
-            name
-            for name in self.scenario.decode_names
-            if name not in touched and num_tokens <= self.compute[name].max_request_tokens
-        ]
-        return bool(prefill and decode) and "router" not in touched and request.timeout_s >= _PLACED_ANEW_S
+        touched = self.scenario.touched
+        prefill, decode, fused = (
+            [name for name in names if name not in touched] for names in self._names_that_fit(request)
+        )
+        has_nodes = bool(fused or (prefill and decode))
+        return has_nodes and ROUTER not in touched and request.timeout_s >= _PLACED_ANEW_S
+
+    def _is_promised(self, answer: Answer) -> bool:
+        """Whether nodes were told to leave, one at a time, and there were others for the request all the while; of a
+        router that leaves, whether it had taken the request.
+        """
+        scenario, request = self.scenario, answer.request
+        if not scenario.is_only_drained or request.timeout_s < _PLACED_ANEW_S:
+            return False
+        if ROUTER in scenario.touched:
+            return bool(answer.placements)
+        prefill, decode, fused = self._names_that_fit(request)
+        return len(fused) > 1 or (len(prefill) > 1 and len(decode) > 1) or bool(fused and prefill and decode)
+
+    def _names_that_fit(self, request: Request) -> tuple[list[str], list[str], list[str]]:
+        """Prefill, decode and fused nodes that are large enough for a request."""
+        scenario, num_tokens = self.scenario, len(request.prompt) + request.max_tokens
+
+        def fitting(names: Sequence[str]) -> list[str]:
+            return [name for name in names if num_tokens <= self.compute[name].max_request_tokens]
+
+        # A prompt that goes on elsewhere has grown by what was generated, so prefill nodes must hold all of it, too.
+        return fitting(scenario.prefill_names), fitting(scenario.decode_names), fitting(scenario.fused_names)
 
     def _is_excused(self, request: Request, status: str) -> bool:
         """Whether a request may fail on nodes that are well: it has little time, or it fits nowhere."""
         if status == "DEADLINE_EXCEEDED":
             return request.timeout_s < (_PATIENCE_S if not self.scenario.faults else _QUARANTINE_S)
-        num_tokens = len(request.prompt) + request.max_tokens
-        decode = (self.compute[name].max_request_tokens for name in self.scenario.decode_names)
-        return status == "RESOURCE_EXHAUSTED" and num_tokens > max(decode)
+        _, decode, fused = self._names_that_fit(request)
+        return status == "RESOURCE_EXHAUSTED" and not decode and not fused
 
     def _judge_usage(self, answer: Answer) -> None:
         if answer.finish is None:
             return
+        if answer.finish.num_replacements:
+            self.journal.count("placed anew")
         usage, request = answer.finish.usage, answer.request
         cached = usage.cached
         num_cached = cached.prefill_device + cached.decode_device + cached.host + cached.storage

@@ -78,6 +78,8 @@ class World:
         self.num_callbacks = 0
         # How many `run_until` are under way, one inside another.
         self.depth = 0
+        # Whose callback runs now.
+        self.running: Process | None = None
         self._numbers = itertools.count()
         self._ready: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Callback]] = []
@@ -93,18 +95,23 @@ class World:
 
         May be called from inside a callback: the rest of that callback comes after what it waits for. Raises Livelock.
         """
-        outer = asyncio._get_running_loop()
+        outer, running = asyncio._get_running_loop(), self.running
         self.depth += 1
         try:
-            while self._run_ready() and not is_done() and self._timers and self._timers[0][0] <= end_s:
-                self._advance()
-            self.now_s = max(self.now_s, end_s if not is_done() else self.now_s)
+            while True:
+                self._run_ready()
+                if is_done():
+                    return
+                if not self._advance(end_s):
+                    self.now_s = max(self.now_s, end_s)
+                    return
         finally:
             self.depth -= 1
+            self.running = running
             asyncio._set_running_loop(outer)
 
-    def _run_ready(self) -> bool:
-        ready = self._ready
+    def _run_ready(self) -> None:
+        ready, set_running_loop = self._ready, asyncio._set_running_loop
         num_left = _MAX_CALLBACKS_AT_ONE_INSTANT
         while ready:
             callback = ready.popleft()
@@ -117,16 +124,24 @@ class World:
             num_left -= 1
             if not num_left:
                 raise Livelock(f"{process.name} is busy without end at {self.now_s:.3f} s")
-            asyncio._set_running_loop(process.event_loop)
+            set_running_loop(process.event_loop)
+            self.running = process
             self.num_callbacks += 1
             callback.run()
-        return True
 
-    def _advance(self) -> None:
-        when_s = self._timers[0][0]
-        self.now_s = max(self.now_s, when_s)
-        while self._timers and self._timers[0][0] <= when_s:
-            self._ready.append(heapq.heappop(self._timers)[2])
+    def _advance(self, end_s: float) -> bool:
+        """Moves time on to the next timer that anybody still waits for; False when there is none up to `end_s`."""
+        timers = self._timers
+        while timers and timers[0][0] <= end_s:
+            when_s, _, callback = heapq.heappop(timers)
+            if callback.is_cancelled or callback.process.is_dead:
+                continue
+            self.now_s = max(self.now_s, when_s)
+            self._ready.append(callback)
+            while timers and timers[0][0] <= when_s:
+                self._ready.append(heapq.heappop(timers)[2])
+            return True
+        return False
 
 
 class VirtualClock:
@@ -158,6 +173,8 @@ class Process:
         # Threads of its own go on already; its event loop does so with `resume`.
         self.is_waking = False
         self.held: deque[Callback] = deque()
+        # The process as asyncio sees it: of an event loop it has what code without sockets and signals uses.
+        self.event_loop = cast("asyncio.AbstractEventLoop", self)
         self._on_error = on_error
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -204,11 +221,6 @@ class Process:
                 cast("Coroutine[object, object, object]", task.get_coro()).close()
         self.is_dead = True
 
-    @property
-    def event_loop(self) -> asyncio.AbstractEventLoop:
-        """The process as asyncio sees it: of an event loop it has what code without sockets and signals uses."""
-        return cast("asyncio.AbstractEventLoop", self)
-
     # asyncio.AbstractEventLoop.
 
     def time(self) -> float:
@@ -234,9 +246,8 @@ class Process:
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
         task = asyncio.Task(coro, loop=self.event_loop, name=name, context=context)
-        kept = cast("asyncio.Task[object]", task)
-        self._tasks.add(kept)
-        task.add_done_callback(cast("Callable[[asyncio.Task[T]], object]", self._tasks.discard))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     def call_soon(
@@ -247,7 +258,7 @@ class Process:
     ) -> asyncio.Handle:
         made = Callback(self, self.world.now_s, callback, args, context)
         self.world.add_ready(made)
-        return cast("asyncio.Handle", made)
+        return made  # type: ignore[return-value]  # a cast would cost a call for each callback
 
     call_soon_threadsafe = call_soon
 
@@ -269,7 +280,7 @@ class Process:
     ) -> asyncio.TimerHandle:
         made = Callback(self, when, callback, args, context)
         self.world.add_timer(made)
-        return cast("asyncio.TimerHandle", made)
+        return made  # type: ignore[return-value]  # as above
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts

@@ -7,43 +7,24 @@ outside of its grant or from another node, that Done comes after the last byte, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.transfer.engine import Run
-from scheduler_core import DoneEvent, Event, Plan, QuiescedEvent, Scheduler, SchedulerConfig
+from scheduler_core import Capacity, DoneEvent, Event, Plan, QuiescedEvent
 from simulation.findings import Journal
 from simulation.kernel import Process
 from simulation.plane import SimulatedPlane
+from simulation.watched import SchedulerWatch
 
 _CELL_BYTES = 16
 _Span = tuple[int, int]
-
-
-class WatchedScheduler(Scheduler):
-    """A scheduler that tells what it decides and hears."""
-
-    def __init__(
-        self, config: SchedulerConfig, on_plan: Callable[[Plan], None], on_events: Callable[[Sequence[Event]], None]
-    ) -> None:
-        super().__init__(config)
-        self._on_plan = on_plan
-        self._on_events = on_events
-
-    def next_plan(self) -> Plan:
-        plan = super().next_plan()
-        if not plan.is_empty:
-            self._on_plan(plan)
-        return plan
-
-    def advance(self, events: Sequence[Event]) -> None:
-        super().advance(events)
-        self._on_events(events)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +120,9 @@ class Ledger:
             self._journal.find("stray write", text)
         grant.missing[begin:end] = False
 
+    def on_damaged(self) -> None:
+        self._journal.count("wrong bit")
+
     def _open(self, memory: _Memory, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         self._num_grants += 1
         spans = tuple(span for group, blocks in enumerate(block_ids) for span in _spans(memory.plan, group, blocks))
@@ -160,6 +144,22 @@ class Ledger:
         holder = next((grant.request_id for grant in memory.grants.values() if grant.number == number), "?")
         text = f"{memory.process.name} gives cells [{begin}, {end}) away while they are granted for {holder}"
         self._journal.find("granted twice", text)
+
+
+class GrantWatch(SchedulerWatch):
+    """Brings what the scheduler of one decode node decides and hears to the ledger."""
+
+    def __init__(self, ledger: Ledger, endpoint: str) -> None:
+        self._ledger = ledger
+        self._endpoint = endpoint
+
+    @override
+    def on_plan(self, plan: Plan, capacity: Capacity) -> None:
+        self._ledger.on_plan(self._endpoint, plan)
+
+    @override
+    def on_events(self, events: Sequence[Event]) -> None:
+        self._ledger.on_events(self._endpoint, events)
 
 
 def _spans(plan: CacheMemoryPlan, group: int, blocks: Iterable[int]) -> Iterator[_Span]:

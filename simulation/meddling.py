@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rpc.loopback_wire import Data, Frame
+from simulation.faults import MeddleWith
 from simulation.network import HANDOFF_MEDDLINGS, HANDOFF_METHOD, Meddled
-from simulation.scenario import MeddleWith
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -106,8 +106,9 @@ def _advance(layer: int, token: int, position: int, previous: bytes) -> bytes:
     return blake2b(b"%d|%d|%d|%b" % (layer, token, position, previous), digest_size=_STATE_BYTES).digest()
 
 
-def _pick(parts: Sequence[bytes | memoryview], seed: int) -> int:
-    return int.from_bytes(blake2b(b"".join(parts), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+def _pick(reading: bytes, seed: int) -> int:
+    digest = blake2b(reading, digest_size=8, key=seed.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest, "big") % VOCAB_SIZE
 
 
 def _first_read(kind: CacheLayerType, num_tokens: int) -> int:
@@ -136,7 +137,7 @@ def expected_tokens(kind: ModelKind, prompt: Sequence[int], num_tokens: int, see
                 rows = column[_first_read(layer, len(column)) :]
                 parts.append(b"".join(row[:_HALF_ROW_BYTES] for row in rows))
                 parts.append(b"".join(row[_HALF_ROW_BYTES:] for row in rows))
-        generated.append(_pick(parts, seed) % VOCAB_SIZE)
+        generated.append(_pick(b"".join(parts), seed))
         append(generated[-1])
     return generated
 
@@ -171,18 +172,29 @@ class Arena:
         return int(self.array.ctypes.data)
 
 
+Reading: TypeAlias = bytes | None
+"""All bytes that attention reads for the next token of a row, None where none is wanted."""
+
+
 class FakeExecutor:
     """The engine's Executor over an Arena.
 
     `on_time` is called before each layer and may let time pass: a pass takes as long as it takes, and other things
-    happen meanwhile.
+    happen meanwhile. `gather` joins what this rank has read with what the others have.
     """
 
-    def __init__(self, kind: ModelKind, plan: CacheMemoryPlan, on_time: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        kind: ModelKind,
+        plan: CacheMemoryPlan,
+        on_time: Callable[[], None],
+        gather: Callable[[tuple[Reading, ...]], tuple[Reading, ...]] = lambda readings: readings,
+    ) -> None:
         self.arena = Arena(plan)
         self.contract = CacheRuntimeContract.from_plan(plan)
         self._kind = kind
         self._on_time = on_time
+        self._gather = gather
         self.stages = tuple(
             (layer_field_id(index, "s"),)
             if layer is CacheLayerType.STATE
@@ -218,6 +230,14 @@ class FakeExecutor:
     def execute(
         self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
     ) -> tuple[SampledToken | None, ...]:
+        readings = self._gather(self.compute(plan, on_stage))
+        return tuple(
+            None if reading is None else SampledToken(token_id=_pick(reading, sampling[request_id].seed))
+            for request_id, reading in zip(plan.request_ids, readings, strict=True)
+        )
+
+    def compute(self, plan: Plan, on_stage: Callable[[int], None] | None = None) -> tuple[Reading, ...]:
+        """Writes what the plan's rows add, and reads what their next tokens depend on."""
         batch = _Batch(plan)
         for layer in self._layers:
             self._on_time()
@@ -228,7 +248,7 @@ class FakeExecutor:
                     self._write_rows(batch, row, layer)
             if on_stage is not None:
                 on_stage(layer.index)
-        return tuple(self._sample(batch, row, sampling) for row in range(len(batch.request_ids)))
+        return tuple(self._read(batch, row) for row in range(len(batch.request_ids)))
 
     def _write_rows(self, batch: _Batch, row: int, layer: _Layer) -> None:
         memory, granularity = self.arena.memory, layer.block_granularity
@@ -281,7 +301,7 @@ class FakeExecutor:
         begin = layer.columns[0].offset + block * layer.columns[0].stride
         self.arena.memory[begin : begin + _STATE_BYTES] = state
 
-    def _sample(self, batch: _Batch, row: int, sampling: Mapping[str, SamplingParams]) -> SampledToken | None:
+    def _read(self, batch: _Batch, row: int) -> Reading:
         if not batch.logits_wanted[row]:
             return None
         num_tokens = batch.begins[row] + len(batch.tokens[row])
@@ -292,8 +312,7 @@ class FakeExecutor:
                 parts.append(self._read_state(layer, table[batch.state_outputs[layer.group][row]]))
             else:
                 self._read_column(layer, table, num_tokens, parts)
-        seed = sampling[batch.request_ids[row]].seed
-        return SampledToken(token_id=_pick(parts, seed) % VOCAB_SIZE)
+        return b"".join(parts)
 
     def _read_column(
         self, layer: _Layer, table: Sequence[int], num_tokens: int, parts: list[bytes | memoryview]

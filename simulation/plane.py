@@ -56,6 +56,10 @@ class WriteWatcher(Protocol):
         """The bytes are in the target's memory now."""
         ...
 
+    def on_damaged(self) -> None:
+        """The run that is about to be reported has arrived with a wrong bit."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class _Write:
@@ -347,6 +351,7 @@ class _Link:
                 address = run.target_address + network.rng.randrange(run.length_bytes)
                 flipped = ctypes.string_at(address, 1)[0] ^ (1 << network.rng.randrange(8))
                 ctypes.memset(address, flipped, 1)
+                network.watcher.on_damaged()
             network.watcher.on_landed(source, target, run)
         else:
             target.num_refused_runs += 1

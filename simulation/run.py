@@ -6,21 +6,19 @@ still works, and at the end every block must be free.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from random import Random
-from typing import assert_never
 
 from pdmesh.v1 import handoff_pb2
 
 from node_runtime.rpc.loopback_wire import Data, Frame
 from simulation.client import Answer, Clients
-from simulation.compute_hosts import ComputeHost, DecodeHost, PrefillHost
+from simulation.compute_hosts import ComputeHost, DecodeHost, FusedHost, PrefillHost
+from simulation.director import Director
 from simulation.findings import Finding, Journal, JournalHandler
 from simulation.hosts import Host, RouterHost, Surroundings
 from simulation.judge import Judge
@@ -28,25 +26,17 @@ from simulation.kernel import Livelock, Process, World
 from simulation.ledger import Ledger
 from simulation.meddling import MeddlingPlan
 from simulation.network import HANDOFF_METHOD, Network
+from simulation.operations import Operator
 from simulation.plane import DataNetwork
-from simulation.scenario import (
-    Drain,
-    Fault,
-    FlipBit,
-    Kill,
-    LoseRun,
-    MeddleWith,
-    Partition,
-    Request,
-    Scenario,
-    Slow,
-    Stop,
-)
+from simulation.scenario import ROUTER, Request, Scenario
+from simulation.streams import StreamWatch
 from simulation.transcript import MessageTeller
 
 # After everything healed and the last deadline passed, a node may hold something for a request for so long: the grace
 # of the control stream, and the quarantine behind a stream that broke without a word.
 _QUIET_BOUND_S = 40.0
+# A node leaves within its grace period and is ready soon after its start.
+_RESTART_BOUND_S = 70.0
 # A client hears of its end at its deadline, and a router that is up never keeps it longer.
 _DEADLINE_BOUND_S = 0.5
 # Within this time after everything healed a router knows its nodes again and nodes know one another.
@@ -63,6 +53,8 @@ class Outcome:
     num_callbacks: int
     simulated_s: float
     statuses: tuple[str, ...]
+    # How often what not every run sees happened, by name.
+    seen: Mapping[str, int]
 
     def kinds(self) -> frozenset[str]:
         return frozenset(finding.kind for finding in self.findings)
@@ -71,14 +63,14 @@ class Outcome:
 def simulate(scenario: Scenario, *, is_verbose: bool = False) -> Outcome:
     """Runs a scenario in this thread; the same scenario gives the same outcome."""
     simulation = _Simulation(scenario, is_verbose=is_verbose)
-    with _undisturbed(simulation.journal):
+    with _undisturbed(simulation.journal, simulation.world):
         return simulation.run()
 
 
 @contextmanager
-def _undisturbed(journal: Journal) -> Iterator[None]:
+def _undisturbed(journal: Journal, world: World) -> Iterator[None]:
     """No garbage collection at odd moments, and the log goes to the journal."""
-    handler = JournalHandler(journal, _running_process)
+    handler = JournalHandler(journal, lambda: "nobody" if world.running is None else world.running.name)
     root = logging.getLogger()
     level, propagated = root.level, root.handlers[:]
     root.handlers[:] = [handler]
@@ -94,11 +86,6 @@ def _undisturbed(journal: Journal) -> Iterator[None]:
         root.setLevel(level)
 
 
-def _running_process() -> str:
-    running: object = asyncio._get_running_loop()
-    return running.name if isinstance(running, Process) else "engine"
-
-
 class _Simulation:
     def __init__(self, scenario: Scenario, *, is_verbose: bool) -> None:
         self.scenario = scenario
@@ -111,7 +98,7 @@ class _Simulation:
         self.meddling = MeddlingPlan()
         self.network.meddler = self.meddling
         self.network.tracer = self._trace
-        self.director = Process(self.world, "director", self._on_error)
+        self.director_process = Process(self.world, "director", self._on_error)
         around = Surroundings(
             world=self.world,
             network=self.network,
@@ -120,23 +107,29 @@ class _Simulation:
             journal=self.journal,
             rng=rng,
             compute_factor=scenario.pace.compute_factor,
-            director=self.director,
+            director=self.director_process,
         )
-        addresses = {
-            name: f"{name}:7000" for name in (*scenario.prefill_names, *scenario.decode_names, "router", "client")
-        }
+        addresses = {name: f"{name}:7000" for name in (*scenario.compute_names, ROUTER)}
         prefill = [addresses[name] for name in scenario.prefill_names]
         decode = [addresses[name] for name in scenario.decode_names]
+        fused = [addresses[name] for name in scenario.fused_names]
         self.compute: dict[str, ComputeHost] = {
             name: PrefillHost(name, addresses[name], around, settings)
             for name, settings in zip(scenario.prefill_names, scenario.prefill, strict=True)
         }
         for name, settings in zip(scenario.decode_names, scenario.decode, strict=True):
             self.compute[name] = DecodeHost(name, addresses[name], around, settings, prefill)
-        self.router = RouterHost("router", addresses["router"], around, prefill, decode)
-        self.hosts: dict[str, Host] = {**self.compute, "router": self.router}
+        for name, settings in zip(scenario.fused_names, scenario.fused, strict=True):
+            self.compute[name] = FusedHost(name, addresses[name], around, settings)
+        self.router = RouterHost(ROUTER, addresses[ROUTER], around, prefill=prefill, decode=decode, fused=fused)
+        self.hosts: dict[str, Host] = {**self.compute, ROUTER: self.router}
         self.client = Process(self.world, "client", self._on_error)
         self.clients: Clients | None = None
+        operator = Process(self.world, "operator", self._on_error)
+        self.operator = Operator(operator, self.router.transport(operator), self.hosts, self.journal)
+        self.outside = (self.client, operator, self.director_process, self.data.carrier)
+        self.director = Director(around, self.hosts, self.compute, self.meddling, self.operator)
+        self.streams = StreamWatch(self.hosts, self.journal)
         self.answers: list[Answer] = []
         self.judge = Judge(scenario, self.journal, self.compute)
         self.teller = MessageTeller()
@@ -149,7 +142,7 @@ class _Simulation:
         finally:
             for host in self.hosts.values():
                 host.close()
-            for process in (self.client, self.director, self.data.carrier):
+            for process in self.outside:
                 process.close_tasks()
         return Outcome(
             scenario=self.scenario,
@@ -158,23 +151,25 @@ class _Simulation:
             num_callbacks=self.world.num_callbacks,
             simulated_s=self.world.now_s,
             statuses=tuple(answer.status or "NONE" for answer in self.answers),
+            seen=dict(self.journal.seen),
         )
 
     def _play(self) -> None:
         scenario, world = self.scenario, self.world
         for host in self.compute.values():
             host.boot()
-        self.director.call_at(0.2, self.router.boot)
+        self.director_process.call_at(0.2, self.router.boot)
         self.client.call_soon(self._start_clients)
         for fault in scenario.faults:
-            self.director.call_at(fault.at_s, self._begin, fault)
+            self.director.plan(fault)
         for request in scenario.requests:
             self.client.call_at(request.at_s, self._ask, request)
         world.run_until(scenario.heal_s)
-        self._heal()
+        self.director.heal()
         last_deadline_s = max(request.at_s + request.timeout_s for request in scenario.requests)
         world.run_until(max(last_deadline_s, scenario.heal_s) + _DEADLINE_BOUND_S, self._is_all_answered)
         self._judge_ends()
+        self._wait_for_operator()
         self._wait_for_quiet()
         self._ask_late_requests()
         self._wait_for_quiet()
@@ -194,60 +189,16 @@ class _Simulation:
             self.answers.append(answer)
             self.client.create_task(self.clients.ask(answer))
 
-    def _begin(self, fault: Fault) -> None:
-        self.journal.note("FAULT", lambda: str(fault))
-        match fault:
-            case Kill():
-                self.hosts[fault.host].kill(silently=fault.silently)
-                self.director.call_later(fault.restart_after_s, self.hosts[fault.host].boot)
-            case Stop():
-                self.hosts[fault.host].stop_running()
-                self.director.call_later(fault.for_s, self.hosts[fault.host].resume)
-            case Drain():
-                self.compute[fault.host].drain(fault.restart_after_s)
-            case Partition():
-                self._set_partition(fault, is_on=True)
-                self.director.call_later(fault.for_s, partial(self._set_partition, fault, is_on=False))
-            case Slow():
-                self._slow_down(fault, factor=1.0)
-                self.director.call_later(fault.for_s, partial(self._slow_down, fault, factor=0.0))
-            case MeddleWith():
-                self.meddling.add(fault)
-            case FlipBit():
-                self.data.runs_until_flip[fault.source, fault.target] = fault.nth
-            case LoseRun():
-                self.data.runs_until_loss[fault.source, fault.target] = fault.nth
-            case _:
-                assert_never(fault)
-
-    def _set_partition(self, fault: Partition, *, is_on: bool) -> None:
-        ways = [(fault.source, fault.target)]
-        if fault.is_mutual:
-            ways.append((fault.target, fault.source))
-        for source, target in ways:
-            if fault.control:
-                (self.network.block if is_on else self.network.unblock)(source, target)
-            if fault.data:
-                (self.data.block if is_on else self.data.unblock)(source, target)
-
-    def _slow_down(self, fault: Slow, *, factor: float) -> None:
-        self.network.slow_down(fault.host, fault.control_s * factor)
-        self.data.slow_down(fault.host, fault.data_s * factor)
-        host = self.hosts[fault.host]
-        host.slowness = fault.compute_factor if factor else 1.0
-
-    def _heal(self) -> None:
-        self.journal.note("director", lambda: "all faults are over")
-        self.meddling.due.clear()
-        self.data.runs_until_loss.clear()
-        self.data.runs_until_flip.clear()
-        for host in self.hosts.values():
-            host.resume()
-            if not host.is_draining:
-                host.boot()
-
     def _is_all_answered(self) -> bool:
         return len(self.answers) == len(self.scenario.requests) and all(answer.status for answer in self.answers)
+
+    def _wait_for_operator(self) -> None:
+        """A rolling restart takes as long as it takes."""
+        num_nodes = len(self.compute)
+        end_s = self.world.now_s + _RESTART_BOUND_S * num_nodes
+        self.world.run_until(end_s, lambda: self.operator.is_idle)
+        if not self.operator.is_idle:
+            self.journal.find("no restart", f"{num_nodes} nodes were not restarted within {_RESTART_BOUND_S:g} s each")
 
     def _is_quiet(self) -> bool:
         return all(host.is_quiet() for host in self.compute.values())
@@ -293,7 +244,8 @@ class _Simulation:
         # waits for, per prefill node; on the router the same for discovery, and a watcher per node with their parent.
         allowed = dict.fromkeys(self.scenario.prefill_names, 1)
         allowed |= dict.fromkeys(self.scenario.decode_names, 1 + 2 * len(self.scenario.prefill))
-        allowed["router"] = 3 + len(self.compute)
+        allowed |= dict.fromkeys(self.scenario.fused_names, 1)
+        allowed[ROUTER] = 3 + len(self.compute)
         for name, num_allowed in allowed.items():
             process = self.hosts[name].process
             # A poll may be under way: it takes less than this.
@@ -317,6 +269,7 @@ class _Simulation:
     # What is watched.
 
     def _trace(self, source: str, target: str, method: str, frame: Frame) -> None:
+        self.streams.on_frame(source, target, method, frame)
         if method != HANDOFF_METHOD or not isinstance(frame, Data):
             return
         is_request = source in self.scenario.decode_names

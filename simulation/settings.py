@@ -7,11 +7,12 @@ from functools import lru_cache
 
 import tokenizers
 
-from decode_node.config import DecodeNodeConfig
+from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.text.tokenizer_model import TokenizerModel
 from model_runtime.text.vocabulary import Spelling, Vocabulary
 from node_runtime.engine.core import ModelFacts
+from node_runtime.handoff.lease import DEFAULT_LEASE_S
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
 from simulation.model import CONTEXT_TOKENS, PREFIX_GRANULARITY, VOCAB_SIZE, ModelKind
@@ -31,10 +32,29 @@ class ComputeSettings:
     max_waiting_requests: int = 64
     max_ready_ungranted: int = 8
     # Of decode nodes only.
-    lease_s: float = 4.0
+    lease_s: float = DEFAULT_LEASE_S
     verifies: bool = False
     prefills_locally: bool = False
     max_local_prefill_tokens: int = 0
+    # Of decode and fused nodes: completions are admitted without the headroom that is longer than any of them is here,
+    # so that memory runs short and requests give way to others.
+    is_overcommitted: bool = False
+    # Of fused nodes only: 1 or 2.
+    num_tensor_ranks: int = 1
+
+    def __str__(self) -> str:
+        traits = [
+            f"{self.num_lcm_blocks} LCM blocks",
+            f"batches of {self.max_batch_size}",
+            f"{self.token_budget} tokens a pass",
+            *([f"lease {self.lease_s:g} s"] if self.lease_s != DEFAULT_LEASE_S else []),
+            *(["verifies"] if self.verifies else []),
+            *(["prefills locally when it must"] if self.prefills_locally else []),
+            *([f"and what lacks {self.max_local_prefill_tokens} tokens"] if self.max_local_prefill_tokens else []),
+            *(["overcommits its memory"] if self.is_overcommitted else []),
+            *([f"{self.num_tensor_ranks} tensor ranks"] if self.num_tensor_ranks > 1 else []),
+        ]
+        return ", ".join(traits)
 
 
 def model_facts(settings: ComputeSettings, arena_bytes: int, capacity_tokens: int) -> ModelFacts:
@@ -54,6 +74,7 @@ def model_facts(settings: ComputeSettings, arena_bytes: int, capacity_tokens: in
         num_threads=1,
         device="cpu",
         is_batch_invariant=True,
+        num_tensor_ranks=settings.num_tensor_ranks,
     )
 
 
@@ -90,7 +111,21 @@ def decode_config(
 
 
 @lru_cache(maxsize=256)
-def router_config(name: str, host: str, port: int, prefill: tuple[str, ...], decode: tuple[str, ...]) -> RouterConfig:
+def fused_config(name: str, host: str, port: int, settings: ComputeSettings) -> FusedNodeConfig:
+    return FusedNodeConfig(
+        node_id=name,
+        host=host,
+        port=port,
+        model=MODEL_NAME,
+        max_waiting_requests=settings.max_waiting_requests,
+        max_message_bytes=_MAX_MESSAGE_BYTES,
+    )
+
+
+@lru_cache(maxsize=256)
+def router_config(
+    name: str, host: str, port: int, prefill: tuple[str, ...], decode: tuple[str, ...], fused: tuple[str, ...]
+) -> RouterConfig:
     return RouterConfig(
         node_id=name,
         host=host,
@@ -99,6 +134,7 @@ def router_config(name: str, host: str, port: int, prefill: tuple[str, ...], dec
         served_model_name=MODEL_NAME,
         prefill=prefill,
         decode=decode,
+        fused=fused,
         poll_interval_s=1.0,
         idle_poll_interval_s=15.0,
         max_message_bytes=_MAX_MESSAGE_BYTES,

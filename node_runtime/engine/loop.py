@@ -149,6 +149,8 @@ class EngineLoop:
         self._num_steps = 0
         self._num_retractions = 0
         self._stopping = False
+        # What requests are told once the engine cannot go on.
+        self._end: NodeError = InternalError("the engine of this node goes on")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._snapshot = self._take_snapshot()
 
@@ -187,18 +189,22 @@ class EngineLoop:
                 self._drain_inbox(wait=not is_busy)
                 is_busy = not self._stopping and self._step()
         except BaseException as error:
-            _log.critical("the engine cannot go on: %s", error, exc_info=error)
-            told = _broken_down(error)
-            self._fail(tuple(self._live), told)
-            self._flush()
-            self._on_fatal(error)
-            self._refuse_until_stopped(told)
+            self._break_down(error)
+            while not isinstance(command := self._inbox.get(), Shutdown):
+                self._refuse(command)
 
-    def _refuse_until_stopped(self, error: NodeError) -> None:
+    def _break_down(self, error: BaseException) -> None:
+        """Tells everybody who waits, and whoever can end the process."""
+        _log.critical("the engine cannot go on: %s", error, exc_info=error)
+        self._end = _broken_down(error)
+        self._fail(tuple(self._live), self._end)
+        self._flush()
+        self._on_fatal(error)
+
+    def _refuse(self, command: Command) -> None:
         """Nobody must wait for an engine that will never answer while the process is on its way out."""
-        while not isinstance(command := self._inbox.get(), Shutdown):
-            if isinstance(command, SubmitRequest):
-                self._deliver([(command.sink, RequestFailed(error=error))])
+        if isinstance(command, SubmitRequest):
+            self._deliver([(command.sink, RequestFailed(error=self._end))])
 
     # Commands.
 

@@ -12,18 +12,25 @@ import pytest
 
 from decode_node import remote_prefill
 from decode_node.fence import GrantFence
+from decode_node.generation import Generation
 from decode_node.receiver import IncomingHandoff
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.verification import TransferVerifier
-from node_runtime.engine.messages import PostEvents
+from node_runtime.engine.loop import EngineLoop
+from node_runtime.engine.messages import PostEvents, SubmitRequest
+from node_runtime.engine.ranks.leader import MirroredScheduler
+from node_runtime.engine.ranks.orders import Advance
+from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import AbortScheduling, EndWithFailure, MarkQuiesced
 from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import DecodeState
+from node_runtime.rpc.calls import CallGuard
 from prefill_node import handoff as prompt_handoff
 from prefill_node.outgoing import OutgoingTransfer, TransferDrained, TransferSummary
 from prefill_node.sender import PrefillSender
-from scheduler_core import DoneEvent, FinishEvent
+from router_node.answer import Answer
+from scheduler_core import AbortEvent, DoneEvent, FinishEvent
 
 Patch = pytest.MonkeyPatch
 
@@ -182,8 +189,8 @@ def send_before_it_is_computed(patch: Patch) -> None:
         original(self, plan)
         for row in self._rows:
             row.prompt.num_computed_tokens = [row.end_token for _ in row.prompt.num_computed_tokens]
-            if row.prompt.delivery is not None:
-                self._push(row.prompt, range(len(self._stages)))
+            for delivery in row.prompt.deliveries:
+                self._push(row.prompt, delivery, range(len(self._stages)))
 
     patch.setattr(PrefillSender, "on_admitted", on_admitted)
 
@@ -199,25 +206,134 @@ def send_no_states(patch: Patch) -> None:
     patch.setattr(PrefillSender, "__init__", make)
 
 
-PLANTED: Mapping[Callable[[Patch], None], int] = MappingProxyType(
+def go_on_from_the_prompt(patch: Patch) -> None:
+    """A stream that goes on at another node begins again there."""
+    original = Answer.request
+
+    def request(self: Answer, prefill_address: str):
+        message = original(self, prefill_address)
+        del message.token_ids[len(message.token_ids) - message.num_output_tokens :]
+        message.num_output_tokens = 0
+        return message
+
+    patch.setattr(Answer, "request", request)
+
+
+def compute_a_local_prompt_elsewhere(patch: Patch) -> None:
+    """A prompt that the decode node was to compute itself waits for a peer that nobody asked."""
+    original = Generation.__init__
+    patch.setattr(Generation, "__init__", lambda self, **arguments: original(self, **{**arguments, "is_local": False}))
+
+
+def count_what_a_retraction_left(patch: Patch) -> None:
+    """What a request finds in the cache after it gave way is its own, and counted as found."""
+    original = Generation._note_admission
+
+    def note_admission(self: Generation, update) -> None:
+        self.measured.admitted_at_s = None
+        original(self, update)
+
+    patch.setattr(Generation, "_note_admission", note_admission)
+
+
+def mix_up_a_mixed_batch(patch: Patch) -> None:
+    """Tokens of a pass with prompts and generations in it are given out in the wrong order."""
+    original = EngineLoop._results
+
+    def results(self: EngineLoop, plan, sampled):
+        tokens = iter([token for token in sampled if token is not None][::-1])
+        if 0 < plan.num_prefill_rows < plan.num_rows:
+            sampled = tuple(None if token is None else next(tokens) for token in sampled)
+        return original(self, plan, sampled)
+
+    patch.setattr(EngineLoop, "_results", results)
+
+
+def serve_the_newest_first(patch: Patch) -> None:
+    """Of the requests that came during a step the last one is looked at first."""
+    original = EngineLoop._drain_inbox
+
+    def drain_inbox(self: EngineLoop, *, wait: bool) -> None:
+        commands = []
+        while not self._inbox.empty():
+            commands.append(self._inbox.get())
+        for command in (
+            *(command for command in reversed(commands) if isinstance(command, SubmitRequest)),
+            *(command for command in commands if not isinstance(command, SubmitRequest)),
+        ):
+            self._inbox.put(command)
+        original(self, wait=wait)
+
+    patch.setattr(EngineLoop, "_drain_inbox", drain_inbox)
+
+
+def forget_to_mirror_aborts(patch: Patch) -> None:
+    """The second tensor rank never hears that a request was given up."""
+
+    def advance(self: MirroredScheduler, events) -> None:
+        self._scheduler.advance(events)
+        kept = tuple(event for event in events if not isinstance(event, AbortEvent))
+        if kept:
+            self._followers.tell(Advance(events=kept))
+
+    patch.setattr(MirroredScheduler, "advance", advance)
+
+
+def cut_off_what_runs_on_a_drain(patch: Patch) -> None:
+    """A node that is to leave does not wait for what it has begun."""
+    original = CallGuard.drain
+    patch.setattr(CallGuard, "drain", lambda self, grace_s: original(self, 0.0))
+
+
+def accept_work_while_draining(patch: Patch) -> None:
+    """A node that is to leave takes what comes, and waits only for what it had before."""
+    patch.setattr(CallGuard, "begin_drain", lambda self: None)
+
+
+def clear_without_clearing(patch: Patch) -> None:
+    """A node that is asked to drop its prefix cache says that it has."""
+
+    async def clear_cache(self: ComputeReporter) -> bool:
+        return True
+
+    patch.setattr(ComputeReporter, "clear_cache", clear_cache)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """What gives a bug away: a kind of finding, and a seed that is known to show it, where a search begins."""
+
+    kind: str
+    hint: int
+
+
+PLANTED: Mapping[Callable[[Patch], None], Trace] = MappingProxyType(
     {
-        skip_the_fence: 0,
-        forget_what_is_in_flight: 0,
-        outlive_the_lease: 16,
-        keep_the_permit: 11,
-        free_on_cancel: 0,
-        end_quarantine_with_the_stream: 58,
-        trust_a_stale_hit: 0,
-        reuse_a_handoff_id: 0,
-        take_messages_of_other_handoffs: 5,
-        say_done_before_the_last_write: 0,
-        ignore_checksums: 80,
-        leak_on_abort: 1,
-        lose_the_last_quiesced: 0,
-        retry_with_another_seed: 2,
-        trim_the_wrong_end: 0,
-        send_before_it_is_computed: 0,
-        send_no_states: 0,
+        skip_the_fence: Trace("stray write", 0),
+        forget_what_is_in_flight: Trace("stray write", 1),
+        outlive_the_lease: Trace("stray write", 130),
+        keep_the_permit: Trace("stray write", 37),
+        free_on_cancel: Trace("stray write", 1),
+        end_quarantine_with_the_stream: Trace("stray write", 58),
+        trust_a_stale_hit: Trace("early done", 0),
+        reuse_a_handoff_id: Trace("status", 0),
+        take_messages_of_other_handoffs: Trace("status", 193),
+        say_done_before_the_last_write: Trace("early done", 0),
+        ignore_checksums: Trace("wrong text", 303),
+        leak_on_abort: Trace("leak", 1),
+        lose_the_last_quiesced: Trace("leak", 0),
+        retry_with_another_seed: Trace("wrong text", 43),
+        trim_the_wrong_end: Trace("wrong text", 0),
+        send_before_it_is_computed: Trace("wrong text", 0),
+        send_no_states: Trace("early done", 0),
+        go_on_from_the_prompt: Trace("wrong text", 62),
+        compute_a_local_prompt_elsewhere: Trace("no recovery", 2),
+        count_what_a_retraction_left: Trace("usage", 393),
+        mix_up_a_mixed_batch: Trace("wrong text", 1),
+        serve_the_newest_first: Trace("overtaken", 8),
+        forget_to_mirror_aborts: Trace("fatal", 3),
+        cut_off_what_runs_on_a_drain: Trace("cut off", 15),
+        accept_work_while_draining: Trace("cut off", 70),
+        clear_without_clearing: Trace("clear", 1),
     }
 )
-"""Each bug with a seed that is known to find it: where a search begins."""

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from pdmesh_cli.main import app
 from simulation.campaign import explain, run_campaign, run_seed
+from simulation.drawing import draw_scenario
 from simulation.minimise import minimise
-from simulation.scenario import draw_scenario
 
 
 def test_a_failing_scenario_is_made_as_small_as_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

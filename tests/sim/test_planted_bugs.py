@@ -1,4 +1,4 @@
-"""The simulator finds bugs: each of those in `planted.py` within 1,000 seeds."""
+"""The simulator finds bugs: each of those in `planted.py` within 1,000 seeds, by what it breaks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def seeds_from(hint: int) -> Iterator[int]:
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert any(run_seed(seed).findings for seed in seeds_from(PLANTED[plant])), f"not within {MAX_SEEDS} seeds"
+    trace = PLANTED[plant]
+    # By its kind: a patch that fits the code no more breaks something, too.
+    is_found = any(trace.kind in run_seed(seed).kinds() for seed in seeds_from(trace.hint))
+    assert is_found, f"not within {MAX_SEEDS} seeds"
 
 
 def test_the_hints_find_nothing_by_themselves() -> None:
-    for seed in sorted(set(PLANTED.values())):
-        assert not run_seed(seed).findings
+    for hint in sorted({trace.hint for trace in PLANTED.values()}):
+        assert not run_seed(hint).findings

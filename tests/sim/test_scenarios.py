@@ -11,23 +11,25 @@ import pytest
 
 from cache_runtime.transfer.engine import PlaneKind
 from simulation.campaign import explain
-from simulation.model import ModelKind
-from simulation.network import Meddling
-from simulation.run import Outcome, simulate
-from simulation.scenario import (
-    BEGIN_S,
+from simulation.faults import (
+    Asking,
+    ClearCache,
     Drain,
     Fault,
     FlipBit,
     Kill,
+    KillRank,
+    LateRank,
     LoseRun,
     MeddleWith,
-    Pace,
     Partition,
-    Request,
-    Scenario,
+    RollingRestart,
     Stop,
 )
+from simulation.model import ModelKind
+from simulation.network import Meddling
+from simulation.run import Outcome, simulate
+from simulation.scenario import BEGIN_S, Pace, Request, Scenario
 from simulation.settings import ComputeSettings
 
 # Prompts take about 30 ms to compute and generations about 100 ms.
@@ -40,9 +42,18 @@ def play(
     plane: PlaneKind = PlaneKind.ONE_SIDED,
     num_prefill: int = 2,
     num_decode: int = 2,
+    num_fused: int = 0,
+    num_tensor_ranks: int = 1,
     cancel_after_s: float | None = None,
 ) -> Outcome:
-    settings = ComputeSettings(kind=kind, num_lcm_blocks=40, max_batch_size=8, token_budget=16, verifies=True)
+    settings = ComputeSettings(
+        kind=kind,
+        num_lcm_blocks=40,
+        max_batch_size=8,
+        token_budget=16,
+        verifies=True,
+        num_tensor_ranks=num_tensor_ranks,
+    )
     requests = tuple(
         Request(
             request_id=f"r{number}",
@@ -62,6 +73,7 @@ def play(
             pace=PACE,
             prefill=(settings,) * num_prefill,
             decode=(settings,) * num_decode,
+            fused=(settings,) * num_fused,
             requests=requests,
             faults=faults,
         )
@@ -151,6 +163,15 @@ def test_a_connection_that_breaks_at_any_message_is_no_clients_concern() -> None
         assert all_served(play(fault))
 
 
+@pytest.mark.parametrize("asking", Asking)
+def test_a_node_that_is_told_to_leave_finishes_what_it_has_begun(asking: Asking) -> None:
+    for name in ("prefill-1", "decode-1", "router"):
+        drain = Drain(host=name, at_s=BEGIN_S + 0.07, restart_after_s=0.05, asking=asking)
+        outcome = play(drain)
+        assert all_served(outcome)
+        assert outcome.seen["left"] == 1
+
+
 def test_nodes_that_are_told_to_stop_one_after_another_fail_no_request() -> None:
     for at_s in moments():
         drains = [
@@ -158,3 +179,42 @@ def test_nodes_that_are_told_to_stop_one_after_another_fail_no_request() -> None
             for number, name in enumerate(("prefill-1", "decode-1"))
         ]
         assert all_served(play(*drains))
+
+
+@pytest.mark.parametrize("asking", [Asking.SIGNAL, Asking.CALL])
+def test_no_client_sees_anything_of_a_restart_of_all_nodes_one_by_one(asking: Asking) -> None:
+    hosts = ("prefill-1", "prefill-2", "decode-1", "decode-2", "fused-1")
+    restart = RollingRestart(hosts=hosts, at_s=BEGIN_S + 0.03, restart_after_s=0.1, pause_s=1.5, asking=asking)
+    outcome = play(restart, num_fused=1)
+    assert all_served(outcome)
+    assert outcome.seen["left"] == len(hosts)
+
+
+def test_streams_go_on_at_a_fused_node_when_no_other_is_left() -> None:
+    for at_s in moments():
+        outcome = play(Kill(host="decode-1", at_s=at_s, restart_after_s=9.0), num_prefill=1, num_decode=1, num_fused=1)
+        assert all_served(outcome)
+        assert outcome.seen["fused prompt"]
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+def test_a_node_of_two_tensor_ranks_has_the_text_of_one_however_late_a_rank_is(kind: ModelKind) -> None:
+    nodes = {"num_prefill": 0, "num_decode": 0, "num_fused": 1, "num_tensor_ranks": 2}
+    assert all_served(play(kind=kind, **nodes))
+    assert all_served(play(LateRank(host="fused-1", at_s=BEGIN_S, for_s=2.0, seconds=0.1), kind=kind, **nodes))
+
+
+def test_a_node_that_loses_a_rank_leaves_and_another_one_goes_on_with_its_streams() -> None:
+    for at_s in moments():
+        loss = KillRank(host="fused-1", at_s=at_s, restart_after_s=0.5)
+        outcome = play(loss, num_prefill=0, num_decode=0, num_fused=2, num_tensor_ranks=2)
+        assert all_served(outcome)
+        assert outcome.seen["rank lost"] == outcome.seen["left"] == 1
+
+
+def test_a_cache_is_cleared_when_nobody_needs_it_and_never_before() -> None:
+    busy = play(*(ClearCache(host=name, at_s=BEGIN_S + 0.07) for name in ("prefill-1", "decode-1")))
+    assert all_served(busy)
+    assert busy.seen["clear FAILED_PRECONDITION"]
+    idle = play(*(ClearCache(host=name, at_s=BEGIN_S + 5.0) for name in ("prefill-1", "decode-1")))
+    assert idle.seen["clear OK"] == 2
