@@ -328,6 +328,8 @@ def _heard(attempt: asyncio.Task[None]) -> None:
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        # Not `wait_for`: until Python 3.12 it forgets a cancellation that comes in the moment of the event.
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return

@@ -50,7 +50,9 @@ class Discovery:
         while True:
             interval_s = self._idle_poll_interval_s if self._pool.is_settled else self._poll_interval_s
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), interval_s)
+                # Not `wait_for`: until Python 3.12 it forgets a cancellation that comes in the moment of its wake-up.
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
                 await asyncio.sleep(_MIN_INTERVAL_S)
             self._wake.clear()
             await self.ask_all()

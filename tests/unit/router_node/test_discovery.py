@@ -66,3 +66,14 @@ async def test_waking_asks_at_once_instead_of_after_the_interval(start_node: Sta
     await changed.wait()
     assert pool.is_settled
     running.cancel()
+
+
+async def test_a_discovery_that_is_stopped_in_the_moment_of_its_wake_up_stops(channels: ChannelPool) -> None:
+    discovery = _discovery(_pool(), channels, asyncio.Event())
+    running = asyncio.create_task(discovery.run())
+    await asyncio.sleep(0)
+    discovery.wake()
+    running.cancel()
+    done, _ = await asyncio.wait({running}, timeout=10)
+    assert done
+    assert running.cancelled()
