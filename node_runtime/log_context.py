@@ -37,6 +37,11 @@ def bound_trace_id(trace_id: str) -> Iterator[None]:
         yield
 
 
+def current_request_id() -> str:
+    """The one that a record which is logged now would carry; empty for none."""
+    return _current(_request_id)
+
+
 @contextmanager
 def call_scope() -> Iterator[None]:
     """Keeps the ids bound inside for records that are logged in this scope after the binding has ended."""
@@ -49,7 +54,7 @@ def call_scope() -> Iterator[None]:
 
 
 def _current(variable: ContextVar[str]) -> str:
-    return variable.get() or (_call.get() or {}).get(variable.name, "") or "-"
+    return variable.get() or (_call.get() or {}).get(variable.name, "")
 
 
 @contextmanager
@@ -74,7 +79,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        ids = f"{_current(_request_id)} {_current(_trace_id)}"
+        ids = f"{_current(_request_id) or '-'} {_current(_trace_id) or '-'}"
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}: {self.formatException(record.exc_info)}"

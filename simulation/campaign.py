@@ -16,6 +16,7 @@ from simulation.run import Outcome, simulate
 
 # Seeds that one worker takes at a time.
 _CHUNK_SEEDS = 4
+_LINES_BEHIND_FINDING = 8
 # What runs leave behind is collected so seldom because each collection looks at all of it.
 _SEEDS_PER_COLLECTION = 64
 
@@ -117,6 +118,15 @@ def explain(outcome: Outcome) -> str:
             f"smallest scenario with a finding of kind {outcome.findings[0].kind!r}:",
             *told.scenario.describe(),
             "transcript:",
-            *told.lines,
+            *_up_to_finding(told),
         )
     )
+
+
+def _up_to_finding(told: Outcome) -> Iterator[str]:
+    """The transcript up to the first finding and a little beyond, when the rest is of no interest."""
+    first = next((index for index, line in enumerate(told.lines) if " FINDING " in line), len(told.lines))
+    end = first + 1 + _LINES_BEHIND_FINDING
+    yield from told.lines[:end]
+    if told.lines[end:]:
+        yield f"... and {len(told.lines) - end} lines more"

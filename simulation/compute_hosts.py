@@ -140,7 +140,7 @@ class ComputeHost(Host):
         plan = memory_plan(settings.kind, settings.num_lcm_blocks)
         if settings.num_tensor_ranks > 1:
             rank = Process(around.world, f"{self.name}/rank1", partial(self._on_error, f"{self.name}/rank1"))
-            self.ranks = SimulatedRanks(process, rank, around.rng)
+            self.ranks = SimulatedRanks(process, rank, around.dice.of("rank", self.name))
         executor = FakeExecutor(
             settings.kind,
             plan,
@@ -217,8 +217,8 @@ class ComputeHost(Host):
 
     def _let_time_pass(self, process: Process) -> None:
         """One layer is computed, and the rest of the world goes on meanwhile."""
-        world = self.around.world
-        world.run_until(world.now_s + self.around.rng.uniform(*_LAYER_S) * self.around.compute_factor * self.slowness)
+        world, factor = self.around.world, self.around.compute_factor * self.slowness
+        world.run_until(world.now_s + self.around.dice.of("layer", self.name).uniform(*_LAYER_S) * factor)
         # A process sleeps in mid-step, too; not while somebody else's step waits for this one to return.
         if process.is_asleep and world.depth == 1:
             world.run_until(world.now_s + _MAX_SLEEP_S, lambda: process.is_dead or not process.is_asleep)

@@ -10,7 +10,11 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from node_runtime.log_context import current_request_id
+
 _MAX_FINDINGS = 50
+# Compute nodes say there what they are made of.
+_SELF_DESCRIPTIONS = ("prefill_node.server", "decode_node.server")
 
 
 class Timekeeper(Protocol):
@@ -44,6 +48,10 @@ class Journal:
         self.excused: set[str] = set()
         self.lines: list[str] = []
 
+    @property
+    def now_s(self) -> float:
+        return self._time.now_s
+
     def note(self, who: str, text: Callable[[], str]) -> None:
         """One line of the transcript; `text` is asked only when somebody will read it."""
         if self.is_verbose:
@@ -61,10 +69,15 @@ class Journal:
 
 
 class JournalHandler(logging.Handler):
-    """Log records of the nodes: a traceback or a critical one is a finding, others belong to the transcript."""
+    """Log records of the nodes: a traceback or a critical one is a finding, others belong to the transcript.
 
-    def __init__(self, journal: Journal, process_name: Callable[[], str]) -> None:
+    What all is well with is left out of it: the start of the mesh, and what each node is made of.
+    """
+
+    def __init__(self, journal: Journal, process_name: Callable[[], str], *, begins_at_s: float) -> None:
+        """`begins_at_s`: when the mesh has started."""
         super().__init__(logging.INFO if journal.is_verbose else logging.ERROR)
+        self._begins_at_s = begins_at_s
         self._journal = journal
         self._process_name = process_name
 
@@ -75,5 +88,10 @@ class JournalHandler(logging.Handler):
         is_defect = error is not None or record.levelno >= logging.CRITICAL
         if is_defect and name not in self._journal.excused:
             self._journal.find("log", f"{name}: {text}" + ("" if error is None else f": {error!r}"))
-        else:
-            self._journal.note(name, lambda: f"{record.levelname.lower()}: {text}")
+        elif record.levelno > logging.INFO or not self._is_preliminary(record):
+            request_id = current_request_id()
+            about = f" {request_id}" if request_id and request_id not in text else ""
+            self._journal.note(name, lambda: f"log{about}: {text}")
+
+    def _is_preliminary(self, record: logging.LogRecord) -> bool:
+        return record.name in _SELF_DESCRIPTIONS or self._journal.now_s < self._begins_at_s

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 
 from node_runtime.rpc import Telemetry
 from node_runtime.rpc.loopback import LoopbackTransport
 from router_node.server import Router
+from simulation.dice import Dice
 from simulation.findings import Journal
 from simulation.kernel import Process, VirtualClock, World
 from simulation.ledger import Ledger
@@ -34,7 +34,7 @@ class Surroundings:
     data: DataNetwork
     ledger: Ledger
     journal: Journal
-    rng: Random
+    dice: Dice
     compute_factor: float
     # Nobody's process: what happens to processes is called from it.
     director: Process
@@ -205,6 +205,6 @@ class RouterHost(Host):
             on_drain=self.on_drain,
             clock=VirtualClock(self.around.world),
             transport=self.transport(process),
-            draw=self.around.rng.random,
+            draw=self.around.dice.of("router").random,
         )
         self.run_node(process, router.start(), router.stop)

@@ -43,10 +43,19 @@ class _Memory:
     process: Process
     plan: CacheMemoryPlan
     base_address: int
+    # The grant of each cell, and the last one before it.
     owner: npt.NDArray[np.int32]
+    former: npt.NDArray[np.int32]
+    # What became of grants that are over, by number.
+    ends: dict[int, str] = field(default_factory=dict)
     grants: dict[str, _Grant] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
+
+    def former_grant(self, cell: int) -> str:
+        """What is known of the last grant of a cell that has none now."""
+        end = self.ends.get(int(self.former[cell]))
+        return "" if end is None else f"; it belonged {end}"
 
 
 class Ledger:
@@ -60,7 +69,7 @@ class Ledger:
     def add_memory(self, endpoint: str, process: Process, plan: CacheMemoryPlan, base_address: int) -> None:
         """A decode node starts with an empty arena; `endpoint` is its data plane's."""
         owner = np.zeros(plan.num_arena_bytes // _CELL_BYTES, dtype=np.int32)
-        self._memories[endpoint] = _Memory(process, plan, base_address, owner)
+        self._memories[endpoint] = _Memory(process, plan, base_address, owner, owner.copy())
 
     def on_plan(self, endpoint: str, plan: Plan) -> None:
         memory = self._memories[endpoint]
@@ -84,7 +93,7 @@ class Ledger:
                     text = f"{memory.process.name} takes {event.request_id} for done with {num_bytes} bytes missing"
                     self._journal.find("early done", text)
             if isinstance(event, DoneEvent | QuiescedEvent):
-                self._close(memory, event.request_id)
+                self._close(memory, event.request_id, "done" if isinstance(event, DoneEvent) else "quiet")
 
     def on_grant_sent(self, source: str, writer: Process, blocks: Iterable[tuple[str, int]]) -> None:
         """A grant message goes from the decode node `source` to `writer`; `blocks` are (group id, block id)."""
@@ -110,14 +119,20 @@ class Ledger:
         end = begin + -(-run.length_bytes // _CELL_BYTES)
         owners = memory.owner[begin:end]
         number = int(owners[0])
-        where = f"cells [{begin}, {end}) of {target.process.name}"
         if number == 0 or (owners != number).any():
-            self._journal.find("stray write", f"{source.process.name} wrote into {where}, which are not granted")
+            where = f"{_blocks_at(memory.plan, begin)} of {target.process.name}"
+            text = f"{source.process.name} writes into {where}, which is granted to nobody{memory.former_grant(begin)}"
+            self._journal.find("stray write", text)
             return
         grant = next(grant for grant in memory.grants.values() if grant.number == number)
         if grant.writer is not None and grant.writer is not source.process:
-            text = f"{source.process.name} wrote into {where}, granted to {grant.writer.name} for {grant.request_id}"
+            where = f"{_blocks_at(memory.plan, begin)} of {target.process.name}"
+            text = f"{source.process.name} writes into {where}, granted to {grant.writer.name} for {grant.request_id}"
             self._journal.find("stray write", text)
+        self._journal.note(
+            source.process.name,
+            lambda: f"=> {target.process.name} writes {_blocks_at(memory.plan, begin, end)} for {grant.request_id}",
+        )
         grant.missing[begin:end] = False
 
     def on_damaged(self) -> None:
@@ -134,15 +149,18 @@ class Ledger:
             missing[begin:end] = True
         memory.grants[request_id] = _Grant(self._num_grants, request_id, spans, missing)
 
-    def _close(self, memory: _Memory, request_id: str) -> None:
+    def _close(self, memory: _Memory, request_id: str, why: str) -> None:
         grant = memory.grants.pop(request_id, None)
         if grant is not None:
-            memory.owner[memory.owner == grant.number] = 0
+            memory.ends[grant.number] = f"to {request_id} until {self._journal.now_s:.4f} s, when it was {why}"
+            cells = memory.owner == grant.number
+            memory.owner[cells], memory.former[cells] = 0, grant.number
+            self._journal.note(memory.process.name, lambda: f"{request_id} is {why}: its grant is over")
 
     def _find_granted_twice(self, memory: _Memory, begin: int, end: int) -> None:
         number = int(memory.owner[begin:end].max())
         holder = next((grant.request_id for grant in memory.grants.values() if grant.number == number), "?")
-        text = f"{memory.process.name} gives cells [{begin}, {end}) away while they are granted for {holder}"
+        text = f"{memory.process.name} gives {_blocks_at(memory.plan, begin)} away while it is granted for {holder}"
         self._journal.find("granted twice", text)
 
 
@@ -168,6 +186,20 @@ def _spans(plan: CacheMemoryPlan, group: int, blocks: Iterable[int]) -> Iterator
         for block in blocks:
             begin = (offset + block * stride) // _CELL_BYTES
             yield begin, begin + num_bytes // _CELL_BYTES
+
+
+def _blocks_at(plan: CacheMemoryPlan, begin: int, end: int | None = None) -> str:
+    """The blocks that cells [begin, end) belong to, as plans and grants name them; by default that of one cell."""
+    last_byte = (begin + 1 if end is None else end) * _CELL_BYTES - 1
+    found: list[tuple[int, int, str]] = []
+    for spec, fields in zip(plan.groups, _fields_of(plan), strict=True):
+        for offset, stride, num_bytes in fields:
+            first, within = divmod(begin * _CELL_BYTES - offset, stride)
+            if first >= 0 and within < num_bytes:
+                found.append((first, (last_byte - offset) // stride, spec.group_id))
+    # Fields lie one behind another, and only in its own a block has a number that small.
+    first, last, group_id = min(found, default=(0, 0, "no group"))
+    return f"block {first} of {group_id}" if last == first else f"blocks {first}-{last} of {group_id}"
 
 
 @lru_cache(maxsize=64)

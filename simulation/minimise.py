@@ -1,4 +1,4 @@
-"""Makes a failing scenario smaller: fewer requests and faults, the same kind of finding."""
+"""Makes a failing scenario smaller: fewer faults, requests and nodes, shorter answers, the same kind of finding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simulation.run import Outcome, simulate
-from simulation.scenario import Scenario
+from simulation.scenario import Request, Scenario
 
 _MAX_RUNS = 200
 
@@ -30,9 +30,36 @@ def minimise(outcome: Outcome) -> Outcome:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """The scenario without one of its parts, each in turn; at least one request stays."""
+    """The scenario without one of its parts, each in turn; at least one request stays, and nodes that can serve it."""
     for index in range(len(scenario.faults)):
         yield replace(scenario, faults=scenario.faults[:index] + scenario.faults[index + 1 :])
     if len(scenario.requests) > 1:
         for index in range(len(scenario.requests)):
             yield replace(scenario, requests=scenario.requests[:index] + scenario.requests[index + 1 :])
+    yield from _without_nodes(scenario)
+    for index, request in enumerate(scenario.requests):
+        for simpler in _simpler(request):
+            yield replace(scenario, requests=(*scenario.requests[:index], simpler, *scenario.requests[index + 1 :]))
+
+
+def _without_nodes(scenario: Scenario) -> Iterator[Scenario]:
+    """Without the last node of a role, unless a fault concerns it: the others keep their names."""
+    touched = scenario.touched
+    if scenario.fused and scenario.fused_names[-1] not in touched and (scenario.decode or len(scenario.fused) > 1):
+        yield replace(scenario, fused=scenario.fused[:-1])
+    for role, names in (("prefill", scenario.prefill_names), ("decode", scenario.decode_names)):
+        if len(names) > 1 and names[-1] not in touched:
+            kept = scenario.prefill[:-1] if role == "prefill" else scenario.decode[:-1]
+            yield replace(scenario, prefill=kept) if role == "prefill" else replace(scenario, decode=kept)
+    pair = {*scenario.prefill_names, *scenario.decode_names}
+    if pair and scenario.fused and not pair & touched:
+        yield replace(scenario, prefill=(), decode=())
+
+
+def _simpler(request: Request) -> Iterator[Request]:
+    if request.cancel_after_s is not None:
+        yield replace(request, cancel_after_s=None)
+    if request.max_tokens > 1:
+        yield replace(request, max_tokens=max(1, request.max_tokens // 2))
+    if len(request.prompt) > 1:
+        yield replace(request, prompt=request.prompt[: len(request.prompt) // 2])

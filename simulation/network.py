@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
-from random import Random
 from typing import NamedTuple, TypeAlias
 
 from node_runtime.rpc.loopback_wire import Connection, Data, Frame, OpenCall, Receiver
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
+from simulation.dice import Dice
 from simulation.kernel import Process
 
 HANDOFF_METHOD = "/pdmesh.v1.Prefill/Handoff"
@@ -60,9 +60,9 @@ class _Listener:
 class Network:
     """All control connections of a world."""
 
-    def __init__(self, rng: Random, extra_latency_s: float) -> None:
+    def __init__(self, dice: Dice, extra_latency_s: float) -> None:
         """`extra_latency_s` is added, in part, to all that is sent."""
-        self._rng = rng
+        self._dice = dice
         self._extra_latency_s = extra_latency_s
         self._listeners: dict[str, _Listener] = {}
         self._blocked: set[tuple[str, str]] = set()
@@ -123,10 +123,11 @@ class Network:
 
     def latency_s(self, source: Process, target: Process) -> float:
         extra_s = self._extra_latency_s + self._slow_s.get(source.name, 0.0) + self._slow_s.get(target.name, 0.0)
-        return self._rng.uniform(*_LATENCY_S) + extra_s * self._rng.random()
+        dice = self._dice.of("latency", source.name, target.name)
+        return dice.uniform(*_LATENCY_S) + extra_s * dice.random()
 
-    def keepalive_s(self) -> float:
-        return self._rng.uniform(*_KEEPALIVE_S)
+    def keepalive_s(self, process: Process) -> float:
+        return self._dice.of("keepalive", process.name).uniform(*_KEEPALIVE_S)
 
     def trace(self, source: Process, target: Process, method: str, frame: Frame) -> None:
         if self.tracer is not None:
@@ -147,7 +148,7 @@ class Network:
             for source_name, target_name, call_id, data in self._remembered
             if (source_name, target_name) == (source.name, target.name) and call_id != frame.call_id
         ]
-        return self._rng.choice(known) if known else None
+        return self._dice.of("recall", source.name, target.name).choice(known) if known else None
 
     # For the wires.
 
@@ -156,7 +157,7 @@ class Network:
     ) -> None:
         listener = self._listeners.get(address)
         if listener is None:
-            process.call_later(self._rng.uniform(*_LATENCY_S), on_end, "connection refused")
+            process.call_later(self.latency_s(process, process), on_end, "connection refused")
             return
         if self.is_blocked(process, listener.process) or self.is_blocked(listener.process, process):
             return  # the packets are lost; the caller's connect timeout ends it
@@ -291,7 +292,7 @@ class _End:
         """From now on the peer does not answer: a keepalive notices unless that ends before."""
         if self.is_open and not self._is_watching:
             self._is_watching = True
-            self.process.call_later(self._network.keepalive_s(), self._check_peer)
+            self.process.call_later(self._network.keepalive_s(self.process), self._check_peer)
 
     def flush(self) -> None:
         stalled, self._stalled = self._stalled, []

@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from random import Random
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +38,7 @@ from cache_runtime.transfer.engine import (
     failed_write,
 )
 from cache_runtime.transfer.regions import RegionSet, open_regions, rejection
+from simulation.dice import Dice
 from simulation.kernel import Process, World
 
 PLANE_NAME = "simulated"
@@ -80,13 +80,13 @@ class DataNetwork:
     """All data planes of a world, and what befalls the writes between them."""
 
     def __init__(
-        self, world: World, rng: Random, watcher: WriteWatcher, *, kind: PlaneKind, extra_landing_s: float
+        self, world: World, dice: Dice, watcher: WriteWatcher, *, kind: PlaneKind, extra_landing_s: float
     ) -> None:
         """`extra_landing_s` is added, in part, to the time that each run takes."""
         self.kind = kind
         self._extra_landing_s = extra_landing_s
         self.world = world
-        self.rng = rng
+        self._dice = dice
         self.watcher = watcher
         # Landings are nobody's process: they happen whatever becomes of the writer.
         self.carrier = Process(world, "data network", lambda message, error: None)
@@ -120,7 +120,14 @@ class DataNetwork:
 
     def landing_s(self, source: str, target: str) -> float:
         extra_s = self._extra_landing_s + self._slow_s.get(source, 0.0) + self._slow_s.get(target, 0.0)
-        return self.rng.uniform(*_LANDING_S) + extra_s * self.rng.random()
+        dice = self._dice.of("landing", source, target)
+        return dice.uniform(*_LANDING_S) + extra_s * dice.random()
+
+    def flip_bit(self, source: str, target: str, run: Run) -> None:
+        """One bit of a run that has just landed."""
+        dice = self._dice.of("bit", source, target)
+        address = run.target_address + dice.randrange(run.length_bytes)
+        ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ (1 << dice.randrange(8)), 1)
 
     def drop_process(self, process: Process) -> None:
         """Its memory is gone; what it had posted may still land elsewhere, within the drain bound."""
@@ -348,9 +355,7 @@ class _Link:
         if target.permits(write.key, run):
             ctypes.memmove(run.target_address, run.source_address, run.length_bytes)
             if network.takes(network.runs_until_flip, *names):
-                address = run.target_address + network.rng.randrange(run.length_bytes)
-                flipped = ctypes.string_at(address, 1)[0] ^ (1 << network.rng.randrange(8))
-                ctypes.memset(address, flipped, 1)
+                network.flip_bit(*names, run)
                 network.watcher.on_damaged()
             network.watcher.on_landed(source, target, run)
         else:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from random import Random
 
 from pdmesh.v1 import handoff_pb2
 
 from node_runtime.rpc.loopback_wire import Data, Frame
 from simulation.client import Answer, Clients
 from simulation.compute_hosts import ComputeHost, DecodeHost, FusedHost, PrefillHost
+from simulation.dice import Dice
 from simulation.director import Director
 from simulation.findings import Finding, Journal, JournalHandler
 from simulation.hosts import Host, RouterHost, Surroundings
@@ -28,7 +28,7 @@ from simulation.meddling import MeddlingPlan
 from simulation.network import HANDOFF_METHOD, Network
 from simulation.operations import Operator
 from simulation.plane import DataNetwork
-from simulation.scenario import ROUTER, Request, Scenario
+from simulation.scenario import BEGIN_S, ROUTER, Request, Scenario
 from simulation.streams import StreamWatch
 from simulation.transcript import MessageTeller
 
@@ -70,7 +70,7 @@ def simulate(scenario: Scenario, *, is_verbose: bool = False) -> Outcome:
 @contextmanager
 def _undisturbed(journal: Journal, world: World) -> Iterator[None]:
     """No garbage collection at odd moments, and the log goes to the journal."""
-    handler = JournalHandler(journal, lambda: "nobody" if world.running is None else world.running.name)
+    handler = JournalHandler(journal, _name_of_running(world), begins_at_s=BEGIN_S)
     root = logging.getLogger()
     level, propagated = root.level, root.handlers[:]
     root.handlers[:] = [handler]
@@ -86,15 +86,21 @@ def _undisturbed(journal: Journal, world: World) -> Iterator[None]:
         root.setLevel(level)
 
 
+def _name_of_running(world: World) -> Callable[[], str]:
+    return lambda: "nobody" if world.running is None else world.running.name
+
+
 class _Simulation:
     def __init__(self, scenario: Scenario, *, is_verbose: bool) -> None:
         self.scenario = scenario
         self.world = World()
         self.journal = Journal(self.world, is_verbose=is_verbose)
         self.ledger = Ledger(self.journal)
-        rng = Random(scenario.seed ^ 0x5EED)
-        self.network = Network(rng, scenario.pace.control_s)
-        self.data = DataNetwork(self.world, rng, self.ledger, kind=scenario.plane, extra_landing_s=scenario.pace.data_s)
+        dice = Dice(scenario.seed)
+        self.network = Network(dice, scenario.pace.control_s)
+        self.data = DataNetwork(
+            self.world, dice, self.ledger, kind=scenario.plane, extra_landing_s=scenario.pace.data_s
+        )
         self.meddling = MeddlingPlan()
         self.network.meddler = self.meddling
         self.network.tracer = self._trace
@@ -105,7 +111,7 @@ class _Simulation:
             data=self.data,
             ledger=self.ledger,
             journal=self.journal,
-            rng=rng,
+            dice=dice,
             compute_factor=scenario.pace.compute_factor,
             director=self.director_process,
         )

@@ -23,7 +23,7 @@ class MessageTeller:
                 text = self._response(handoff_pb2.HandoffResponse.FromString(frame.data))
         except DecodeError:
             text = "nonsense"
-        return f"call {frame.call_id}: {text}"
+        return text
 
     def _request(self, message: handoff_pb2.HandoffRequest) -> str:
         match message.WhichOneof("message"):

@@ -34,6 +34,8 @@ class LoopbackChannel:
         self._wire = wire
         self._address = address
         self._connection: Connection | None = None
+        # The newest attempt to connect; what becomes of older ones is nobody's concern.
+        self._line: _Line | None = None
         self._is_dialling = False
         self._dial_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -97,16 +99,17 @@ class LoopbackChannel:
         self._unsent.append(frame)
         if not self._is_dialling:
             self._is_dialling = True
+            line = self._line = _Line(self)
             self._dial_timer = asyncio.get_running_loop().call_later(
-                CONNECT_TIMEOUT_S, self._on_dialled, "connection timed out"
+                CONNECT_TIMEOUT_S, line.on_dialled, "connection timed out"
             )
-            self._wire.dial(self._address, self, self._on_dialled)
+            self._wire.dial(self._address, line, line.on_dialled)
 
     def forget(self, call_id: int) -> None:
         self._calls.pop(call_id, None)
 
-    def _on_dialled(self, end: Connection | str) -> None:
-        if not self._is_dialling:
+    def on_dialled(self, line: _Line, end: Connection | str) -> None:
+        if line is not self._line or not self._is_dialling:
             if not isinstance(end, str):
                 end.close()
             return
@@ -134,13 +137,34 @@ class LoopbackChannel:
         elif isinstance(frame, EndCall):
             call.end(frame.code, frame.details, frame.metadata)
 
-    def on_broken(self, reason: str) -> None:
-        self._connection = None
-        self._end_all(reason)
+    def on_broken(self, line: _Line, reason: str) -> None:
+        if line is not self._line:
+            return
+        if self._is_dialling:
+            self.on_dialled(line, reason)
+        else:
+            self._connection = None
+            self._end_all(reason)
 
     def _end_all(self, reason: str) -> None:
         for call in list(self._calls.values()):
             call.end(grpc.StatusCode.UNAVAILABLE, reason)
+
+
+class _Line:
+    """One attempt to connect, and the connection that comes of it."""
+
+    def __init__(self, channel: LoopbackChannel) -> None:
+        self._channel = channel
+
+    def on_dialled(self, end: Connection | str) -> None:
+        self._channel.on_dialled(self, end)
+
+    def on_frame(self, frame: Frame) -> None:
+        self._channel.on_frame(frame)
+
+    def on_broken(self, reason: str) -> None:
+        self._channel.on_broken(self, reason)
 
 
 class _ClientCall:

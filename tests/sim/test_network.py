@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from random import Random
 
 import pytest
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc
@@ -14,6 +13,7 @@ from node_runtime.config import NodeConfig
 from node_runtime.errors import DeadlineExceeded, InvalidRequest, NodeError, PeerUnavailable, RemoteError
 from node_runtime.rpc import RpcServer, connect
 from node_runtime.rpc.loopback import LoopbackTransport
+from simulation.dice import Dice
 from simulation.kernel import Process, World
 from simulation.network import Network
 
@@ -41,7 +41,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.world = World()
-        self.network = Network(Random(1), 0.0)
+        self.network = Network(Dice(1), 0.0)
         self.server = Process(self.world, "server", self._fail)
         self.client = Process(self.world, "client", self._fail)
         self.servicer = Counter()
