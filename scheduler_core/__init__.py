@@ -28,6 +28,7 @@ from scheduler_core._core import (
     LoadOperation,
     Plan,
     PrefixCleared,
+    PrefixKeyChanges,
     PrefixRemoved,
     PrefixStored,
     QuiescedEvent,
@@ -46,6 +47,7 @@ from scheduler_core._core import (
     StoreOperation,
     SubmitError,
     hash_grains,
+    prefix_keys,
 )
 
 Event: TypeAlias = (
@@ -88,6 +90,7 @@ __all__ = [
     "Plan",
     "PrefixCleared",
     "PrefixEvent",
+    "PrefixKeyChanges",
     "PrefixRemoved",
     "PrefixStored",
     "QuiescedEvent",
@@ -106,4 +109,5 @@ __all__ = [
     "StoreOperation",
     "SubmitError",
     "hash_grains",
+    "prefix_keys",
 ]

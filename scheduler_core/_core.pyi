@@ -568,6 +568,22 @@ class PrefixRemoved:
 class PrefixCleared:
     """The cache was cleared; all that was stored before is gone."""
 
+class PrefixKeyChanges:
+    """How the set of keys of cached prefixes changed; applied in this order."""
+
+    @property
+    def is_cleared(self) -> bool:
+        """All that was stored before is gone."""
+
+    @property
+    def removed(self) -> list[int]: ...
+
+    @property
+    def stored(self) -> list[int]:
+        """Of one prompt its front first."""
+
+    def __bool__(self) -> bool: ...
+
 class RequestSpec:
     """What a caller submits."""
 
@@ -644,6 +660,11 @@ def hash_grains(tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), orde
 @overload
 def hash_grains(tokens: Sequence[int], prefix_granularity: int, extra_keys: Sequence[bytes] = []) -> list[bytes]: ...
 
+def prefix_keys(tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], prefix_granularity: int, extra_keys: Sequence[bytes] = []) -> list[int]:
+    """
+    The keys of the full grains of a prompt, as Scheduler.drain_prefix_keys tells them: 64-bit numbers.
+    """
+
 class Scheduler:
     """submit -> next_plan -> advance(events) -> next_plan ..."""
 
@@ -711,6 +732,16 @@ class Scheduler:
     def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:
         """
         How the set of cached prefixes changed since the last call: apply in order. Empty unless enable_prefix_events.
+        """
+
+    def track_prefix_keys(self) -> None:
+        """
+        Keeps track of the keys of cached prefixes from now on. Idempotent. Raises ContractError once a request was submitted.
+        """
+
+    def drain_prefix_keys(self) -> PrefixKeyChanges:
+        """
+        How the set of keys of cached prefixes changed since the last call. Empty unless they are tracked.
         """
 
     def describe(self) -> str:

@@ -1,7 +1,9 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
 #include "scheduler/prefix_events.h"
+#include "scheduler/prefix_keys.h"
 
 namespace pdmesh::bindings {
 
@@ -23,6 +25,14 @@ void BindPrefixEvents(nb::module_& module) {
       .def_ro("hash", &PrefixRemoved::hash);
   nb::class_<PrefixCleared>(module, "PrefixCleared",
                             "The cache was cleared; all that was stored before is gone.");
+  nb::class_<PrefixKeyChanges>(module, "PrefixKeyChanges",
+                               "How the set of keys of cached prefixes changed; applied in this order.")
+      .def_ro("is_cleared", &PrefixKeyChanges::is_cleared, "All that was stored before is gone.")
+      .def_ro("removed", &PrefixKeyChanges::removed)
+      .def_ro("stored", &PrefixKeyChanges::stored, "Of one prompt its front first.")
+      .def("__bool__", [](const PrefixKeyChanges& changes) {
+        return changes.is_cleared || !changes.removed.empty() || !changes.stored.empty();
+      });
 }
 
 nb::object ObjectOf(PrefixEvent&& event) {

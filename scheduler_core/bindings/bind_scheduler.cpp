@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "cache/prefix/prefix_hasher.h"
+#include "scheduler/prefix_keys.h"
 #include "scheduler/scheduler.h"
 
 namespace pdmesh::bindings {
@@ -103,14 +104,21 @@ void Advance(Scheduler& scheduler, nb::sequence events) {
   scheduler.Advance(views);
 }
 
-nb::typed<nb::list, nb::bytes> HashGrains(std::span<const std::int32_t> tokens,
-                                          std::int32_t prefix_granularity, const ByteKeys& extra_keys) {
+// Of the full grains of a prompt.
+GrainChain ChainOf(std::span<const std::int32_t> tokens, std::int32_t prefix_granularity,
+                   const ByteKeys& extra_keys) {
   if (prefix_granularity < 1) {
     throw nb::value_error("prefix_granularity must be at least 1");
   }
   GrainChain chain(prefix_granularity, KeysOf(extra_keys));
   chain.ExtendTo(tokens,
                  static_cast<std::int32_t>(tokens.size() / static_cast<std::size_t>(prefix_granularity)));
+  return chain;
+}
+
+nb::typed<nb::list, nb::bytes> HashGrains(std::span<const std::int32_t> tokens,
+                                          std::int32_t prefix_granularity, const ByteKeys& extra_keys) {
+  const GrainChain chain = ChainOf(tokens, prefix_granularity, extra_keys);
   nb::typed<nb::list, nb::bytes> digests;
   for (const Digest& digest : chain.digests()) {
     digests.append(nb::bytes(digest.data(), digest.size()));
@@ -135,6 +143,18 @@ void BindScheduler(nb::module_& module) {
       [](const std::vector<std::int32_t>& tokens, std::int32_t prefix_granularity,
          const ByteKeys& extra_keys) { return HashGrains(tokens, prefix_granularity, extra_keys); },
       "tokens"_a, "prefix_granularity"_a, "extra_keys"_a = ByteKeys());
+  module.def(
+      "prefix_keys",
+      [](const TokenArray& tokens, std::int32_t prefix_granularity, const ByteKeys& extra_keys) {
+        std::vector<std::uint64_t> keys;
+        const GrainChain chain = ChainOf({tokens.data(), tokens.size()}, prefix_granularity, extra_keys);
+        for (const Digest& digest : chain.digests()) {
+          keys.push_back(PrefixKeyOf(digest));
+        }
+        return keys;
+      },
+      "tokens"_a.noconvert(), "prefix_granularity"_a, "extra_keys"_a = ByteKeys(),
+      "The keys of the full grains of a prompt, as Scheduler.drain_prefix_keys tells them: 64-bit numbers.");
   nb::class_<Scheduler>(module, "Scheduler", "submit -> next_plan -> advance(events) -> next_plan ...")
       .def(nb::init<const SchedulerConfig&>(), "config"_a, "Raises ConfigError.")
       .def("submit", &Scheduler::Submit, "requests"_a,
@@ -210,6 +230,12 @@ void BindScheduler(nb::module_& module) {
           nb::sig("def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]"),
           "How the set of cached prefixes changed since the last call: apply in order. Empty unless "
           "enable_prefix_events.")
+      .def("track_prefix_keys", &Scheduler::TrackPrefixKeys,
+           "Keeps track of the keys of cached prefixes from now on. Idempotent. Raises ContractError once a "
+           "request was submitted.")
+      .def("drain_prefix_keys", &Scheduler::DrainPrefixKeys,
+           "How the set of keys of cached prefixes changed since the last call. Empty unless they are "
+           "tracked.")
       .def("describe", &Scheduler::Describe, "A stable, line-oriented dump for people and transcripts.");
 }
 

@@ -47,7 +47,7 @@ std::size_t PrefixEvents::DigestHash::operator()(const Digest& digest) const noe
 
 PrefixEvents::PrefixEvents(CacheCoordinator& coordinator, std::int32_t prefix_granularity)
     : coordinator_(coordinator), prefix_granularity_(prefix_granularity) {
-  coordinator_.SetResidencyObserver(this);
+  coordinator_.AddResidencyObserver(this);
 }
 
 void PrefixEvents::OnPublished(const CacheKey& key, std::int64_t depth_tokens) {

@@ -240,6 +240,9 @@ bool Scheduler::ClearDeviceCache() {
   if (prefix_events_) {
     prefix_events_->OnCleared();
   }
+  if (prefix_keys_) {
+    prefix_keys_->OnCleared();
+  }
   return true;
 }
 
@@ -253,6 +256,20 @@ bool Scheduler::ClearCache() {
 
 std::vector<PrefixEvent> Scheduler::DrainPrefixEvents() {
   return prefix_events_ ? prefix_events_->Drain() : std::vector<PrefixEvent>();
+}
+
+void Scheduler::TrackPrefixKeys() {
+  if (prefix_keys_) {
+    return;
+  }
+  if (num_submitted_ > 0) {
+    throw ContractError("prefix keys cannot be tracked from the middle: a request was submitted before");
+  }
+  prefix_keys_.emplace(coordinator_);
+}
+
+PrefixKeyChanges Scheduler::DrainPrefixKeys() {
+  return prefix_keys_ ? prefix_keys_->Drain() : PrefixKeyChanges();
 }
 
 void Scheduler::SetState(Request& request, RequestState state) {

@@ -26,6 +26,7 @@
 #include "scheduler/config.h"
 #include "scheduler/plan.h"
 #include "scheduler/prefix_events.h"
+#include "scheduler/prefix_keys.h"
 #include "scheduler/request.h"
 #include "scheduler/round.h"
 
@@ -91,6 +92,12 @@ class Scheduler {
   // How the set of cached prefixes changed since the last drain, in the order in which to apply it. Always
   // empty unless the configuration enables prefix events.
   std::vector<PrefixEvent> DrainPrefixEvents();
+
+  // Keeps track of the keys of cached prefixes from now on. Idempotent. Throws ContractError once a request
+  // was submitted.
+  void TrackPrefixKeys();
+  // How the set of these keys changed since the last drain. Empty unless they are tracked.
+  PrefixKeyChanges DrainPrefixKeys();
 
   // A stable, line-oriented dump for people and transcripts.
   std::string Describe() const;
@@ -227,6 +234,7 @@ class Scheduler {
   ChunkRules chunk_rules_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
   std::optional<PrefixEvents> prefix_events_;                           // hears what the requests' ends evict
+  std::optional<PrefixKeys> prefix_keys_;                               // likewise
   SlotPool slots_;                                                      // outlives the requests' leases
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked
   std::array<RequestQueue, std::variant_size_v<RequestState>> queues_;  // by phase, older requests first

@@ -375,9 +375,9 @@ bool CacheCoordinator::IsResident(const Digest& digest) const {
   });
 }
 
-void CacheCoordinator::SetResidencyObserver(ResidencyObserver* observer) {
+void CacheCoordinator::AddResidencyObserver(ResidencyObserver* observer) {
   for (const auto& group : groups_) {
-    group->index.SetResidencyObserver(observer);
+    group->index.AddResidencyObserver(observer);
   }
 }
 

@@ -177,7 +177,7 @@ class CacheCoordinator {
   // Whether every group that is matched has published the blocks of one grain that a hit at its end reads.
   bool IsResident(const Digest& digest) const;
   // Tells `observer` about all entries that come and go from now on.
-  void SetResidencyObserver(ResidencyObserver* observer);
+  void AddResidencyObserver(ResidencyObserver* observer);
   // Whether every closed group has published one grain. No hit reaches beyond a grain that one of them lacks.
   bool HasClosedGrain(std::span<const Digest> digests, std::int32_t grain) const;
   // Changes whenever something was published. A hit cannot have grown before it does.

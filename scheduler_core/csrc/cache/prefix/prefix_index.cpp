@@ -82,8 +82,8 @@ const CacheBlockRef& PrefixCacheIndex::Register(const CacheKey& key, const Cache
   ++num_publications_;
   entry_by_block_id_[static_cast<std::size_t>(block.block_id())] = &entry;
   pool_.Watch(entry.block);
-  if (residency_observer_ != nullptr) {
-    residency_observer_->OnPublished(key, depth_tokens);
+  for (ResidencyObserver* observer : residency_observers_) {
+    observer->OnPublished(key, depth_tokens);
   }
   return entry.block;
 }
@@ -102,8 +102,8 @@ void PrefixCacheIndex::Evict(const CacheEntry& entry) {
   pool_.Unwatch(entry.block);
   entry_by_block_id_[static_cast<std::size_t>(block_id)] = nullptr;
   entries_.erase(key);
-  if (residency_observer_ != nullptr) {
-    residency_observer_->OnEvicted(key);
+  for (ResidencyObserver* observer : residency_observers_) {
+    observer->OnEvicted(key);
   }
 }
 

@@ -94,8 +94,8 @@ class PrefixCacheIndex final : public SharingObserver {
   // nothing new.
   void RestoreNumReleases(std::uint64_t num_releases) { num_releases_ = num_releases; }
 
-  // Tells `observer`, which outlives every change of the index, about entries that come and go. At most one.
-  void SetResidencyObserver(ResidencyObserver* observer) { residency_observer_ = observer; }
+  // Tells `observer`, which outlives every change of the index, about entries that come and go.
+  void AddResidencyObserver(ResidencyObserver* observer) { residency_observers_.push_back(observer); }
 
   // Valid only while the index and its blocks stay as they are.
   const EvictionOrder& eviction_order() const { return eviction_order_; }
@@ -131,7 +131,7 @@ class PrefixCacheIndex final : public SharingObserver {
   EvictionOrder eviction_order_;
   std::uint64_t num_releases_ = 0;
   std::uint64_t num_publications_ = 0;
-  ResidencyObserver* residency_observer_ = nullptr;
+  std::vector<ResidencyObserver*> residency_observers_;
 };
 
 }  // namespace pdmesh
