@@ -18,13 +18,14 @@ from decode_node.service import DecodeLimits, DecodeService
 from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
-from node_runtime.engine.delivery import deliver_on
+from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
+from node_runtime.prefix_feed import PrefixFeed
 from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport, transport_for
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
 from scheduler_core import Role
@@ -75,6 +76,7 @@ class DecodeNode:
         self._incarnation = secrets.randbits(64) or 1
         transport = transport or transport_for(config)
         self._server = RpcServer(config, transport=transport)
+        self._prefix_feed = PrefixFeed()
         self.engine = engine_class(
             core.scheduler,
             core.executor,
@@ -82,6 +84,7 @@ class DecodeNode:
             clock=self._clock,
             deliver=deliver_on(asyncio.get_running_loop()),
             on_fatal=on_fatal,
+            on_prefixes=feed_on(asyncio.get_running_loop(), self._prefix_feed),
         )
         self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
         self._receiving = self._make_receiving(config, transport) if isinstance(config, DecodeNodeConfig) else None
@@ -201,6 +204,7 @@ class DecodeNode:
         return ComputeReporter(
             info=info,
             engine=self.engine,
+            prefix_feed=self._prefix_feed,
             clear_cache=self._core.scheduler.clear_cache,
             is_serving=lambda: self.is_ready,
             num_handoffs=lambda: self.num_handoffs,

@@ -13,13 +13,14 @@ from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 from cache_runtime.transfer.checksums import BlockHasher
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
-from node_runtime.engine.delivery import deliver_on
+from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
+from node_runtime.prefix_feed import PrefixFeed
 from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.handoff import ChecksumTools, HandoffTools
@@ -67,6 +68,7 @@ class PrefillNode:
             sources=data_plane.manifest.ranks,
             block_tables=core.scheduler.block_tables,
         )
+        prefix_feed = PrefixFeed()
         self.engine = engine_class(
             core.scheduler,
             core.executor,
@@ -75,6 +77,7 @@ class PrefillNode:
             deliver=deliver_on(asyncio.get_running_loop()),
             on_fatal=on_fatal,
             hooks=sender,
+            on_prefixes=feed_on(asyncio.get_running_loop(), prefix_feed),
         )
         self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
         self._peers = DecodePeers(self._planes, data_plane.manifest, probes)
@@ -105,6 +108,7 @@ class PrefillNode:
         reporter = ComputeReporter(
             info=describe_node(core, node_id=config.node_id, incarnation=incarnation, role=mesh_pb2.NODE_ROLE_PREFILL),
             engine=self.engine,
+            prefix_feed=prefix_feed,
             clear_cache=core.scheduler.clear_cache,
             is_serving=lambda: self._is_serving,
             num_handoffs=lambda: self.service.num_handoffs,

@@ -32,6 +32,11 @@ class RouterReporter:
             version=version("pdmesh"),
         )
 
+    @property
+    def prefix_feed(self) -> None:
+        """A router caches nothing."""
+        return None
+
     async def status(self) -> mesh_pb2.NodeStatus:
         peers = [
             mesh_pb2.PeerStatus(

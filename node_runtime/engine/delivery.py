@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from node_runtime.engine.loop import Delivery
+from node_runtime.prefix_feed import PrefixFeed
+from scheduler_core import PrefixKeyChanges
 
 _log = logging.getLogger(__name__)
 
@@ -30,3 +32,18 @@ def deliver_on(event_loop: asyncio.AbstractEventLoop) -> Callable[[Sequence[Deli
             _log.debug("%d updates came after the event loop was closed", len(batch))
 
     return deliver
+
+
+def feed_on(event_loop: asyncio.AbstractEventLoop, feed: PrefixFeed) -> Callable[[PrefixKeyChanges], None]:
+    """An `on_prefixes` for EngineLoop that enters what changed into `feed`, which lives on `event_loop`."""
+
+    def enter(changes: PrefixKeyChanges) -> None:
+        feed.apply(is_cleared=changes.is_cleared, removed=changes.removed, stored=changes.stored)
+
+    def tell(changes: PrefixKeyChanges) -> None:
+        try:
+            event_loop.call_soon_threadsafe(enter, changes)
+        except RuntimeError:
+            _log.debug("prefixes changed after the event loop was closed")
+
+    return tell

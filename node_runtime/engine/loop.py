@@ -39,6 +39,7 @@ from node_runtime.engine.messages import (
     Update,
 )
 from node_runtime.engine.output_forms import FORM_FIELD
+from node_runtime.engine.rates import StepRates
 from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
 from node_runtime.errors import InternalError, InvalidRequest, NodeBroken, NodeError, RemoteError
 from node_runtime.handoff.messages import GroupGrant
@@ -50,6 +51,7 @@ from scheduler_core import (
     FinishEvent,
     HandedOverEvent,
     Plan,
+    PrefixKeyChanges,
     ResultEvent,
     SubmitError,
 )
@@ -129,12 +131,14 @@ class EngineLoop:
         deliver: Callable[[Sequence[Delivery]], None],
         on_fatal: Callable[[BaseException], None],
         hooks: StepHooks | None = None,
+        on_prefixes: Callable[[PrefixKeyChanges], None] | None = None,
     ) -> None:
         """
         Args:
             group_ids: Names of the scheduler's cache groups, in its order.
             deliver: Takes a batch of updates on the engine thread and brings each to its sink, in order, elsewhere.
             on_fatal: Called on the engine thread when the process must not go on; requests that still come are failed.
+            on_prefixes: Called on the engine thread when other prefixes are cached than before. None: nobody asks.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -146,6 +150,10 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._outbox: list[Delivery] = []
+        self._on_prefixes = on_prefixes
+        if on_prefixes is not None:
+            scheduler.track_prefix_keys()
+        self._rates = StepRates()
         self._num_steps = 0
         self._num_retractions = 0
         self._stopping = False
@@ -214,6 +222,7 @@ class EngineLoop:
         while not self._inbox.empty():
             self._handle(self._inbox.get())
         self._snapshot = self._take_snapshot()
+        self._tell_prefixes()
         self._flush()
 
     def _handle(self, command: Command) -> None:
@@ -268,6 +277,7 @@ class EngineLoop:
         if self._prepare(plan) and plan.num_rows:
             self._forward(plan)
         self._snapshot = self._take_snapshot()
+        self._tell_prefixes()
         self._flush()
         return True
 
@@ -312,6 +322,7 @@ class EngineLoop:
 
     def _forward(self, plan: Plan) -> None:
         sampling, formless = self._sampling(plan)
+        began_s = self._clock.now_s()
         try:
             sampled = self._executor.execute(plan, sampling, lambda stage: self._hooks.on_stage(stage, plan))
         except EngineBroken:
@@ -320,6 +331,11 @@ class EngineLoop:
             self._drop(plan.request_ids, error)
             return
         self._num_steps += 1
+        self._rates.note_pass(
+            num_prefill_rows=plan.num_prefill_rows,
+            num_tokens=int(plan.input_lengths.sum()),
+            duration_s=self._clock.now_s() - began_s,
+        )
         self._scheduler.advance(self._results(plan, sampled))
         if formless:
             self._scheduler.advance([AbortEvent(request_id) for request_id in formless])
@@ -400,6 +416,13 @@ class EngineLoop:
             batch, self._outbox = self._outbox, []
             self._deliver(batch)
 
+    def _tell_prefixes(self) -> None:
+        if self._on_prefixes is None:
+            return
+        changes = self._scheduler.drain_prefix_keys()
+        if changes:
+            self._on_prefixes(changes)
+
     def _take_snapshot(self) -> EngineSnapshot:
         capacity = self._scheduler.capacity()
         return EngineSnapshot(
@@ -413,6 +436,8 @@ class EngineLoop:
             num_live_requests=capacity.num_live_requests,
             num_steps=self._num_steps,
             num_retractions=self._num_retractions,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
         )
 
 

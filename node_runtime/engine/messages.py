@@ -179,3 +179,6 @@ class EngineSnapshot:
     num_live_requests: int
     num_steps: int
     num_retractions: int
+    # What was measured of late; 0 where nothing was.
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0

@@ -30,6 +30,7 @@ def describe_node(
         weight_bytes=facts.weight_bytes,
         device=facts.device,
         batch_invariant=facts.is_batch_invariant,
+        capacity_tokens=facts.capacity_tokens,
         data_plane="" if core.data_plane is None else core.data_plane.engine.name,
     )
 

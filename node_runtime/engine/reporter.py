@@ -9,6 +9,7 @@ from pdmesh.v1 import mesh_pb2
 
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import Invoke
+from node_runtime.prefix_feed import PrefixFeed
 
 
 class ComputeReporter:
@@ -19,6 +20,7 @@ class ComputeReporter:
         *,
         info: mesh_pb2.NodeInfo,
         engine: EngineLoop,
+        prefix_feed: PrefixFeed,
         clear_cache: Callable[[], bool],
         is_serving: Callable[[], bool],
         num_handoffs: Callable[[], int],
@@ -33,6 +35,7 @@ class ComputeReporter:
         """
         self._info = info
         self._engine = engine
+        self._prefix_feed = prefix_feed
         self._clear_cache = clear_cache
         self._is_serving = is_serving
         self._num_handoffs = num_handoffs
@@ -43,6 +46,10 @@ class ComputeReporter:
 
     def info(self) -> mesh_pb2.NodeInfo:
         return self._info
+
+    @property
+    def prefix_feed(self) -> PrefixFeed:
+        return self._prefix_feed
 
     async def status(self) -> mesh_pb2.NodeStatus:
         snapshot = self._engine.snapshot
@@ -66,6 +73,8 @@ class ComputeReporter:
             num_damaged_handoffs=num_damaged,
             num_local_prefills=self._num_local_prefills(),
             num_refused_runs=self._num_refused_runs(),
+            prefill_tokens_per_s=snapshot.prefill_tokens_per_s,
+            decode_step_ms=snapshot.decode_step_s * 1000,
         )
 
     async def clear_cache(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_core import Capacity, Event, Plan, RequestSpec
+from scheduler_core import Capacity, Event, Plan, PrefixKeyChanges, RequestSpec
 
 
 class EngineBroken(RuntimeError):
@@ -37,6 +37,12 @@ class EngineScheduler(Protocol):
 
     def find_cached_tokens(self, tokens: npt.NDArray[np.int32], extra_keys: Sequence[bytes], /) -> int:
         """How much of a prompt a local prefill would find in the cache now; changes nothing and promises nothing."""
+
+    def track_prefix_keys(self) -> None:
+        """Keeps track of the keys of cached prefixes; before the first submission."""
+
+    def drain_prefix_keys(self) -> PrefixKeyChanges:
+        """How the set of these keys changed since the last call."""
 
     def capacity(self) -> Capacity: ...
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Protocol
 
 from pdmesh.v1 import mesh_pb2
 
 from node_runtime.errors import NodeBusy
+from node_runtime.node_updates import UpdateStream, interval_s_of
+from node_runtime.prefix_feed import PrefixFeed
 from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.server import RpcServer
+
+# A node of which nothing is new is looked at this many times less often.
+_MAX_SLOWING: Final = 8
 
 
 class NodeReporter(Protocol):
@@ -25,6 +31,11 @@ class NodeReporter(Protocol):
 
     async def clear_cache(self) -> bool:
         """Drops every cached prefix. False, with nothing changed, while requests or transfers are live."""
+        ...
+
+    @property
+    def prefix_feed(self) -> PrefixFeed | None:
+        """Which prefixes are cached; None where there is no cache."""
         ...
 
 
@@ -49,6 +60,18 @@ class NodeService:
         if self._server.is_draining:
             status.serving, status.draining = False, True
         return status
+
+    async def Follow(self, request: mesh_pb2.FollowRequest, context: RpcContext) -> AsyncIterator[mesh_pb2.NodeUpdate]:
+        interval_s = interval_s_of(request)
+        stream = UpdateStream(request, incarnation=self._reporter.info().incarnation, feed=self._reporter.prefix_feed)
+        slowing = 1
+        while True:
+            is_new = False
+            for update in stream.updates(await self.GetNodeStatus(mesh_pb2.GetNodeStatusRequest(), context)):
+                is_new = True
+                yield update
+            slowing = 1 if is_new else min(_MAX_SLOWING, 2 * slowing)
+            await asyncio.sleep(interval_s * slowing)
 
     async def ClearCache(self, request: mesh_pb2.ClearCacheRequest, context: RpcContext) -> mesh_pb2.ClearCacheResponse:
         if not await self._reporter.clear_cache():

@@ -54,6 +54,18 @@ PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
 PDMESH_TRANSFER_BLOCKS: Final = "pdmesh.transfer.blocks"
 # The part of the transfer span in which at least one write was outstanding.
 PDMESH_TRANSFER_BUSY_MS: Final = "pdmesh.transfer.busy_ms"
+# Why a request was placed where it was. Durations are the estimates that the decision was made with.
+PDMESH_PLACE_POLICY: Final = "pdmesh.place.policy"
+PDMESH_PLACE_REASON: Final = "pdmesh.place.reason"
+PDMESH_PLACE_CANDIDATES: Final = "pdmesh.place.candidates"
+PDMESH_PLACE_RUNNERS_UP: Final = "pdmesh.place.runners_up"
+PDMESH_PLACE_PREFILL_CACHED_TOKENS: Final = "pdmesh.place.prefill_cached_tokens"
+PDMESH_PLACE_DECODE_CACHED_TOKENS: Final = "pdmesh.place.decode_cached_tokens"
+PDMESH_PLACE_QUEUE_MS: Final = "pdmesh.place.queue_ms"
+PDMESH_PLACE_COMPUTE_MS: Final = "pdmesh.place.compute_ms"
+PDMESH_PLACE_TRANSFER_MS: Final = "pdmesh.place.transfer_ms"
+PDMESH_PLACE_DECODE_MS: Final = "pdmesh.place.decode_ms"
+PDMESH_PLACE_SHARE_MS: Final = "pdmesh.place.share_ms"
 
 SPAN_TOKENIZE: Final = "pdmesh.tokenize"
 SPAN_PLACE: Final = "pdmesh.place"

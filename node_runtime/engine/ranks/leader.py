@@ -28,7 +28,7 @@ from node_runtime.engine.ranks.orders import (
     plan_digest,
 )
 from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
-from scheduler_core import Capacity, Event, Plan, RequestSpec
+from scheduler_core import Capacity, Event, Plan, PrefixKeyChanges, RequestSpec
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
@@ -91,6 +91,12 @@ class MirroredScheduler:
 
     def find_cached_tokens(self, tokens: npt.NDArray[np.int32], extra_keys: Sequence[bytes]) -> int:
         return self._scheduler.find_cached_tokens(tokens, extra_keys)
+
+    def track_prefix_keys(self) -> None:
+        self._scheduler.track_prefix_keys()
+
+    def drain_prefix_keys(self) -> PrefixKeyChanges:
+        return self._scheduler.drain_prefix_keys()
 
     def capacity(self) -> Capacity:
         return self._scheduler.capacity()

@@ -36,6 +36,10 @@ class Reporter:
     async def clear_cache(self) -> bool:
         return True
 
+    @property
+    def prefix_feed(self) -> None:
+        return None
+
 
 async def serve(port: int = 0) -> RpcServer:
     """A serving node with the services that every node has."""
