@@ -10,6 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from node_runtime.config import ByteSize, NodeConfig, parse_size
 from node_runtime.errors import InvalidRequest
 from node_runtime.rpc import format_address, parse_address
+from router_node.membership import DNS_PREFIX
+from router_node.placement_policy import PolicyName
+
+_MIN_FOLLOW_INTERVAL_S = 0.01
 
 
 class RouterConfig(NodeConfig):
@@ -24,8 +28,10 @@ class RouterConfig(NodeConfig):
     served_model_name: str = Field(
         default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
     )
-    prefill: tuple[str, ...] = Field(default=(), description="host:port of a prefill node.")
-    decode: tuple[str, ...] = Field(default=(), description="host:port of a decode node.")
+    prefill: tuple[str, ...] = Field(
+        default=(), description="host:port of a prefill node, or dns:host:port for one at each address of the host."
+    )
+    decode: tuple[str, ...] = Field(default=(), description="host:port of a decode node, or dns:host:port likewise.")
     fused: tuple[str, ...] = Field(
         default=(), description="host:port of a fused node, which needs no prefill node beside it."
     )
@@ -38,6 +44,24 @@ class RouterConfig(NodeConfig):
     )
     idle_poll_interval_s: float = Field(
         default=15.0, gt=0, le=600, description="How often nodes are asked while all of them are well. Seconds."
+    )
+    placement_policy: PolicyName = Field(
+        default="cache_aware",
+        description="How requests are placed: by cached prefixes and estimated waits, by the number of requests, in "
+        "turn, or by the beginning of the prompt.",
+    )
+    follow_interval_s: float = Field(
+        default=0.25,
+        ge=0,
+        le=60,
+        description="How often a node may tell its load and its cached prefixes; 0: never, then only what this router "
+        "placed counts. Seconds.",
+    )
+    max_prefixes_per_node: int = Field(
+        default=65_536, ge=0, description="Most cached prefixes that are remembered of one node."
+    )
+    resolve_interval_s: float = Field(
+        default=5.0, gt=0, le=3600, description="How often DNS names of nodes are resolved. Seconds."
     )
     max_prompt_bytes: ByteSize = Field(
         default=parse_size("1MiB"), ge=1, description="Longest prompt text, all chat messages together, e.g. 1MiB."
@@ -72,7 +96,7 @@ class RouterConfig(NodeConfig):
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
             try:
-                parse_address(address)
+                parse_address(address.removeprefix(DNS_PREFIX))
             except InvalidRequest as error:
                 raise ValueError(str(error)) from None
         return addresses
@@ -84,6 +108,13 @@ class RouterConfig(NodeConfig):
             return address and format_address(*parse_address(address, min_port=0))
         except InvalidRequest as error:
             raise ValueError(str(error)) from None
+
+    @field_validator("follow_interval_s")
+    @classmethod
+    def _check_follow_interval(cls, value: float) -> float:
+        if 0 < value < _MIN_FOLLOW_INTERVAL_S:
+            raise ValueError(f"expected 0 or at least {_MIN_FOLLOW_INTERVAL_S}, got {value}")
+        return value
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RouterConfig:

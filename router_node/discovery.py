@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 from node_runtime.errors import InvalidRequest, NodeError, PeerUnavailable
+from node_runtime.request_rules import check_node_id, require
 from node_runtime.rpc import ChannelPool
 from router_node.node_pool import ROLE_BY_WIRE, ComputeRole, NodeFacts, NodePool, TokenLimits
 
 _ANSWER_TIMEOUT_S = 3.0
 # Requests that fail in a crowd wake discovery once, not a thousand times.
 _MIN_INTERVAL_S = 0.1
+_MAX_FINGERPRINT_CHARS = 1024
 
 
 class Discovery:
@@ -70,15 +72,20 @@ class Discovery:
             status = await channel.unary(
                 stub.GetNodeStatus, mesh_pb2.GetNodeStatusRequest(), timeout_s=_ANSWER_TIMEOUT_S
             )
-            self._pool.record_answer(_facts(address, info), is_serving=status.serving)
+            self._pool.record_answer(facts_of(address, info), is_serving=status.serving)
         except PeerUnavailable as error:
             self._pool.record_failure(address, error.reason)
         except NodeError as error:
             self._pool.record_failure(address, error.message)
 
 
-def _facts(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
+def facts_of(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
     """Raises InvalidRequest when the node is no compute node or tells impossible limits."""
+    check_node_id(info.node_id)
+    require(
+        len(info.model_fingerprint) <= _MAX_FINGERPRINT_CHARS,
+        f"model_fingerprint: {len(info.model_fingerprint)} characters given, at most {_MAX_FINGERPRINT_CHARS} allowed",
+    )
     role = ROLE_BY_WIRE.get(info.role)
     if role is None:
         raise InvalidRequest(f"role: {info.node_id} is no compute node")
@@ -93,4 +100,6 @@ def _facts(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
         vocab_size=info.vocab_size,
         limits=TokenLimits(context_tokens=info.context_tokens, max_request_tokens=info.max_request_tokens),
         prefills_locally=role is ComputeRole.DECODE and info.prefills_locally,
+        prefix_granularity=info.prefix_granularity,
+        capacity_tokens=info.capacity_tokens,
     )

@@ -55,6 +55,9 @@ class NodeFacts:
     limits: TokenLimits
     # A decode node that needs no prefill node.
     prefills_locally: bool = False
+    # 0 where the node did not tell.
+    prefix_granularity: int = 0
+    capacity_tokens: int = 0
 
     def __str__(self) -> str:
         return f"{self.role.value} node {self.node_id} at {self.address}"
@@ -106,7 +109,7 @@ class NodeCondition:
 
 
 class NodePool:
-    """Every configured address and its latest condition.
+    """Every member, by address, and its latest condition.
 
     All usable nodes run the same model: the first usable node decides which, until no node of that model is left. Their
     vocabulary must be the tokenizer's.
@@ -115,7 +118,8 @@ class NodePool:
     def __init__(self, addresses: Mapping[ComputeRole, Sequence[str]], *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._fingerprint: str | None = None
-        self._entries = {address: _Entry(listed_as=role) for role, listed in addresses.items() for address in listed}
+        self._entries: dict[str, _Entry] = {}
+        self.set_members(addresses)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -130,6 +134,30 @@ class NodePool:
     def is_settled(self) -> bool:
         """Whether every configured node is usable and trusted: nothing to look after."""
         return all(entry.is_usable and entry.is_trusted for entry in self._entries.values())
+
+    def set_members(self, addresses: Mapping[ComputeRole, Sequence[str]]) -> bool:
+        """These are the nodes from now on; what is known of those that stay is kept. Whether any came or went."""
+        listed: dict[str, ComputeRole] = {}
+        for role, members in addresses.items():
+            for address in members:
+                listed.setdefault(address, role)
+        known = {address: entry.listed_as for address, entry in self._entries.items()}
+        if listed == known and list(listed) == list(known):
+            return False
+        for address in known.keys() - listed.keys():
+            _log.info("%s node at %s is no member any more", known[address].value, address)
+        self._entries = {
+            address: entry
+            if (entry := self._entries.get(address)) is not None and entry.listed_as is role
+            else _Entry(listed_as=role)
+            for address, role in listed.items()
+        }
+        return True
+
+    def facts_of(self, address: str) -> NodeFacts | None:
+        """What the node at an address told; None where it told nothing, or is no member."""
+        entry = self._entries.get(address)
+        return None if entry is None else entry.facts
 
     def usable(self, role: ComputeRole) -> tuple[UsableNode, ...]:
         """In configured order."""
@@ -152,8 +180,10 @@ class NodePool:
         )
 
     def record_answer(self, facts: NodeFacts, *, is_serving: bool) -> None:
-        """The node at `facts.address` answered."""
-        entry = self._entries[facts.address]
+        """The node at `facts.address` answered. Without effect when it is no member any more."""
+        entry = self._entries.get(facts.address)
+        if entry is None:
+            return
         entry.facts = facts
         entry.is_trusted = True
         fault = self._fault_of(entry, facts)
@@ -172,7 +202,8 @@ class NodePool:
     def distrust(self, addresses: Iterable[str]) -> None:
         """A request failed on one of these nodes; until it answers again, others are preferred."""
         for address in addresses:
-            self._entries[address].is_trusted = False
+            if address in self._entries:
+                self._entries[address].is_trusted = False
 
     def describe_lack(self) -> str:
         """Which pool lacks nodes, and what is known about each node of it. Meaningful while not ready."""
@@ -211,7 +242,9 @@ class NodePool:
         return None
 
     def _change(self, address: str, state: NodeState, detail: str) -> None:
-        entry = self._entries[address]
+        entry = self._entries.get(address)
+        if entry is None:
+            return
         if (entry.state, entry.detail) == (state, detail):
             return
         entry.state, entry.detail = state, detail

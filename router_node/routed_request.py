@@ -22,7 +22,8 @@ from router_node.answer import Answer
 from router_node.discovery import Discovery
 from router_node.failures import AttemptFailure, FailureKind, failure_of, nowhere_to_go
 from router_node.node_pool import NodePool
-from router_node.placement import NoUsableNode, PlacementChoice, Placer
+from router_node.placement import NoUsableNode, Occupation, PlacementChoice, Placer
+from router_node.prompt_prefixes import PromptPrefixes
 from router_node.request_preparation import PreparedRequest
 from router_node.retry import RequestRetries, RetryBudget, RetryPolicy
 
@@ -53,6 +54,7 @@ class RoutedRequest:
         self._parts = parts
         self._prepared = prepared
         self._span = span
+        self._prefixes = PromptPrefixes(prepared.message.token_ids, prepared.message.extra_keys)
         self._answer = Answer(prepared, parts.tokenizer)
         self._retries = RequestRetries(
             policy=parts.retry_policy, budget=parts.retry_budget, deadline_s=deadline_s, draw=parts.draw
@@ -65,10 +67,10 @@ class RoutedRequest:
             began_at_s = self._parts.clock.now_s()
             try:
                 # Counted before anything is awaited, so that the next request to be placed sees it.
-                with self._parts.placer.occupied(choice):
+                with self._parts.placer.occupied(choice) as occupation:
                     if self._answer.num_attempts == 0:
                         yield self._placement_response(choice)
-                    async with aclosing(self._attempt(choice, began_at_s)) as deltas:
+                    async with aclosing(self._attempt(choice, occupation, began_at_s)) as deltas:
                         async for delta in deltas:
                             yield inference_pb2.GenerateResponse(delta=delta)
                 break
@@ -84,7 +86,9 @@ class RoutedRequest:
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=rest))
         yield inference_pb2.GenerateResponse(finish=self._answer.finish())
 
-    async def _attempt(self, choice: PlacementChoice, began_at_s: float) -> AsyncGenerator[inference_pb2.Delta, None]:
+    async def _attempt(
+        self, choice: PlacementChoice, occupation: Occupation, began_at_s: float
+    ) -> AsyncGenerator[inference_pb2.Delta, None]:
         """What the client may see of one attempt, which ends with the answer. Raises NodeError."""
         answer, clock = self._answer, self._parts.clock
         channel = self._parts.channels.get(choice.decode.address)
@@ -97,7 +101,13 @@ class RoutedRequest:
                 match event.WhichOneof("event"):
                     case "admitted":
                         self._take_admitted(event.admitted)
+                        occupation.end_prefill(
+                            prompt_tokens=len(request.token_ids),
+                            cached=event.admitted.cached,
+                            timings=event.admitted.timings,
+                        )
                     case "tokens":
+                        occupation.end_prefill()
                         yield self._take_tokens(event.tokens, clock.now_s())
                     case "finish":
                         answer.take_finish(event.finish)
@@ -127,13 +137,15 @@ class RoutedRequest:
             prompt_tokens=self._prepared.prompt_tokens + answer.num_tokens,
             max_tokens=answer.max_tokens_left,
             penalties=self._retries.penalties,
+            prefixes=self._prefixes,
         )
 
     def _place(self) -> PlacementChoice:
         """The choice, told to the trace and the log."""
-        with self._parts.telemetry.span(span_names.SPAN_PLACE):
+        with self._parts.telemetry.span(span_names.SPAN_PLACE) as span:
             try:
                 choice = self._choose()
+                span.set_all(choice.explanation())
             except NoUsableNode:
                 self._parts.discovery.wake()
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
@@ -26,11 +26,15 @@ from node_runtime.rpc import (
     parse_address,
     transport_for,
 )
+from router_node.attendance import Attendance
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
 from router_node.live_requests import LiveRequests
+from router_node.membership import Membership
+from router_node.node_follower import NodeFollower
 from router_node.node_pool import ComputeRole, NodePool
+from router_node.observations import Observations
 from router_node.openai_api import ApiParts, HttpServer, make_app
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
@@ -112,14 +116,18 @@ class Router:
         self._telemetry = telemetry
         transport = transport or transport_for(config)
         self._channels = ChannelPool(max_message_bytes=config.max_message_bytes, transport=transport)
-        self._pool = NodePool(
+        self._pool = NodePool({}, vocab_size=tokenizer.vocab_size)
+        self._membership = Membership(
             {
                 ComputeRole.PREFILL: config.prefill,
                 ComputeRole.DECODE: config.decode,
                 ComputeRole.FUSED: config.fused,
             },
-            vocab_size=tokenizer.vocab_size,
+            self._pool,
+            interval_s=config.resolve_interval_s,
+            on_change=self._update_members,
         )
+        self._observations = Observations(max_keys_per_node=config.max_prefixes_per_node)
         self._discovery = Discovery(
             self._pool,
             self._channels,
@@ -130,15 +138,14 @@ class Router:
         self._tenants = Tenants(Path(config.tenants), self._clock) if config.tenants else None
         access = RouterAccess(self._tenants, MeshAccess(config.tls_domain) if config.tls_cert else None)
         self._server = RpcServer(config, self._telemetry, transport=transport, access=access)
-        self._health_watch = HealthWatch(
-            self._pool.addresses,
-            self._channels,
-            retry_interval_s=config.poll_interval_s,
-            on_change=self._discovery.wake,
+        self._placer = Placer(
+            self._pool, policy=config.placement_policy, observations=self._observations, clock=self._clock
         )
+        self._attendance = Attendance(self._make_attendants(), on_end=self._end_of_background)
         self._background: list[asyncio.Task[None]] = []
         self._is_serving = False
         self._http: HttpServer | None = None
+        self._is_started = False
         self._add_services()
 
     @property
@@ -192,7 +199,7 @@ class Router:
         return RoutingParts(
             tokenizer=self._tokenizer,
             pool=self._pool,
-            placer=Placer(self._pool),
+            placer=self._placer,
             discovery=self._discovery,
             channels=self._channels,
             telemetry=self._telemetry,
@@ -213,11 +220,14 @@ class Router:
         _log.info(
             "nodes: prefill %s, decode %s, fused %s", *map(_listing, (config.prefill, config.decode, config.fused))
         )
+        await self._membership.refresh()
         await self._discovery.ask_all()
+        self._attendance.attend_to(self._pool.addresses)
+        self._is_started = True
         if not self._pool.is_ready:
             _log.warning("not serving yet: %s", self._pool.describe_lack())
         self._status_metrics.start()
-        for work in (self._discovery.run(), self._health_watch.run()):
+        for work in (self._discovery.run(), self._membership.run()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._end_of_background)
             self._background.append(task)
@@ -230,6 +240,7 @@ class Router:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._attendance.close()
         await self._status_metrics.close()
         await self._channels.close()
 
@@ -240,6 +251,39 @@ class Router:
         if error is not None:
             _log.error("discovery of nodes broke down", exc_info=error)
             self._on_fatal(error)
+
+    def _make_attendants(self) -> list[Callable[[str], Coroutine[object, object, None]]]:
+        """What is done about each node while it is a member."""
+        config = self._config
+
+        def watch_health(address: str) -> Coroutine[object, object, None]:
+            watch = HealthWatch(
+                (address,), self._channels, retry_interval_s=config.poll_interval_s, on_change=self._discovery.wake
+            )
+            return watch.run()
+
+        if config.follow_interval_s == 0:
+            return [watch_health]
+        follower = NodeFollower(
+            self._channels,
+            self._observations,
+            capacity_tokens=self._capacity_tokens,
+            interval_s=config.follow_interval_s,
+            retry_interval_s=config.poll_interval_s,
+            wants_prefixes=config.placement_policy == "cache_aware",
+        )
+        return [watch_health, follower.follow]
+
+    def _capacity_tokens(self, address: str) -> int:
+        facts = self._pool.facts_of(address)
+        return 0 if facts is None else facts.capacity_tokens
+
+    def _update_members(self) -> None:
+        """Nodes came or went."""
+        if self._is_started:
+            for address in self._attendance.attend_to(self._pool.addresses):
+                self._observations.forget(address)
+            self._discovery.wake()
 
     def _update_health(self) -> None:
         if self._pool.is_ready != self._is_serving:

@@ -137,6 +137,9 @@ def router_config(
         fused=fused,
         poll_interval_s=1.0,
         idle_poll_interval_s=15.0,
+        # By what this router itself knows: a scenario takes the same course whatever nodes would tell.
+        placement_policy="least_loaded",
+        follow_interval_s=0.0,
         max_message_bytes=_MAX_MESSAGE_BYTES,
     )
 

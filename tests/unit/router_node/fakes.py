@@ -88,6 +88,11 @@ class FakeNode:
     script_for: Callable[[decode_pb2.DecodeRequest], Sequence[Step]] | None = None
     requests: list[decode_pb2.DecodeRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    # What its Follow says; None: it has no such call.
+    updates: Sequence[mesh_pb2.NodeUpdate] | None = None
+    followers: list[mesh_pb2.FollowRequest] = field(default_factory=list)
+    prefix_granularity: int = 0
+    capacity_tokens: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     address: str = ""
     server: grpc.aio.Server | None = None
@@ -114,10 +119,24 @@ class FakeNode:
             vocab_size=self.vocab_size,
             context_tokens=CONTEXT_TOKENS,
             max_request_tokens=self.max_request_tokens,
+            prefix_granularity=self.prefix_granularity,
+            capacity_tokens=self.capacity_tokens,
         )
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:
         return mesh_pb2.NodeStatus(serving=self.serving)
+
+    async def Follow(
+        self,
+        request: mesh_pb2.FollowRequest,
+        context: grpc.aio.ServicerContext[mesh_pb2.FollowRequest, mesh_pb2.NodeUpdate],
+    ) -> AsyncIterator[mesh_pb2.NodeUpdate]:
+        self.followers.append(request)
+        if self.updates is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a node of an older release")
+        for update in self.updates or ():
+            yield update
+        await asyncio.Event().wait()
 
     async def ClearCache(self, request: mesh_pb2.ClearCacheRequest, context: object) -> mesh_pb2.ClearCacheResponse:
         return mesh_pb2.ClearCacheResponse()
