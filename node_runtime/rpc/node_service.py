@@ -67,7 +67,7 @@ class NodeService:
         slowing = 1
         while True:
             is_new = False
-            for update in stream.updates(await self.GetNodeStatus(mesh_pb2.GetNodeStatusRequest(), context)):
+            for update in stream.updates(await self.current_status()):
                 is_new = True
                 yield update
             slowing = 1 if is_new else min(_MAX_SLOWING, 2 * slowing)
