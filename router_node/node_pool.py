@@ -119,6 +119,8 @@ class NodePool:
         self._vocab_size = vocab_size
         self._fingerprint: str | None = None
         self._entries: dict[str, _Entry] = {}
+        # Asked for by every request, and seldom another one.
+        self._usable: dict[ComputeRole, tuple[UsableNode, ...]] = {}
         self.set_members(addresses)
 
     @property
@@ -146,6 +148,7 @@ class NodePool:
             return False
         for address in known.keys() - listed.keys():
             _log.info("%s node at %s is no member any more", known[address].value, address)
+        self._usable.clear()
         self._entries = {
             address: entry
             if (entry := self._entries.get(address)) is not None and entry.listed_as is role
@@ -161,11 +164,14 @@ class NodePool:
 
     def usable(self, role: ComputeRole) -> tuple[UsableNode, ...]:
         """In configured order."""
-        return tuple(
-            UsableNode(facts=entry.facts, is_trusted=entry.is_trusted)
-            for entry in self._entries.values()
-            if entry.is_usable and entry.facts is not None and entry.facts.role is role
-        )
+        usable = self._usable.get(role)
+        if usable is None:
+            usable = self._usable[role] = tuple(
+                UsableNode(facts=entry.facts, is_trusted=entry.is_trusted)
+                for entry in self._entries.values()
+                if entry.is_usable and entry.facts is not None and entry.facts.role is role
+            )
+        return usable
 
     def limits(self) -> TokenLimits | None:
         """Those of the usable node that can hold the longest request; None when no node is usable."""
@@ -184,6 +190,7 @@ class NodePool:
         entry = self._entries.get(facts.address)
         if entry is None:
             return
+        self._usable.clear()
         entry.facts = facts
         entry.is_trusted = True
         fault = self._fault_of(entry, facts)
@@ -201,12 +208,15 @@ class NodePool:
 
     def distrust(self, addresses: Iterable[str]) -> None:
         """A request failed on one of these nodes; until it answers again, others are preferred."""
+        self._usable.clear()
         for address in addresses:
             if address in self._entries:
                 self._entries[address].is_trusted = False
 
     def describe_lack(self) -> str:
         """Which pool lacks nodes, and what is known about each node of it. Meaningful while not ready."""
+        if not self._entries:
+            return "no node is known"
         listed = {entry.listed_as for entry in self._entries.values()}
         lacking = [role for role in (*self._lacking(), ComputeRole.FUSED) if role in listed]
         details = "; ".join(
@@ -247,6 +257,7 @@ class NodePool:
             return
         if (entry.state, entry.detail) == (state, detail):
             return
+        self._usable.clear()
         entry.state, entry.detail = state, detail
         if state is NodeState.READY:
             _log.info("%s is usable", entry.facts)

@@ -49,6 +49,11 @@ class Observations:
         """What a request of others, of which only the number is known, is taken to need."""
         return self._mean_prefill_tokens
 
+    def num_requests(self, address: str) -> int:
+        """Requests of this router on a node."""
+        load = self._loads.get(address)
+        return 0 if load is None else load.num_requests
+
     def load_of(self, address: str) -> NodeLoad:
         load = self._loads.get(address)
         if load is None:

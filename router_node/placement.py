@@ -134,7 +134,7 @@ class Placer:
 
     def num_in_flight(self, address: str) -> int:
         """Requests of this router."""
-        return self._observations.load_of(address).num_requests
+        return self._observations.num_requests(address)
 
     def choose(
         self,

@@ -25,7 +25,7 @@ PENALTY_REFUSED: Final = 3
 _PENALTY_LOCAL: Final = 1
 
 # Of each role no more nodes than this are combined into pairs: the best by themselves.
-_MAX_COMBINED: Final = 8
+_MAX_COMBINED: Final = 4
 # Completion tokens for which a decode node secures memory at first.
 _HEADROOM_TOKENS: Final = 4096
 
@@ -202,6 +202,8 @@ class _Ranker:
         self._demand = demand
         self._rates = rates
         self._policy = policy
+        self._computing: dict[str, tuple[float, float, float]] = {}
+        self._decoding: dict[str, tuple[float, float]] = {}
         self._order: Callable[[Pair], _Rank] = {
             "cache_aware": self._by_cost,
             "least_loaded": self._by_load,
@@ -247,22 +249,14 @@ class _Ranker:
 
     def estimate(self, pair: Pair) -> Estimate:
         """What the request would wait for there."""
-        demand, rates, computes = self._demand, self._rates, pair.computes
-        tokens_per_s = computes.prefill_tokens_per_s or self._default_tokens_per_s
-        compute_s = (demand.prompt_tokens - computes.cached_tokens) / tokens_per_s
-        transfer_s = 0.0
-        if pair.prefill is not None:
-            shipped_tokens = demand.prompt_tokens - pair.decode.cached_tokens
-            # Layers are sent while later ones are computed.
-            transfer_s = max(0.0, shipped_tokens / rates.transfer_tokens_per_s - compute_s) + rates.handoff_s
-            transfer_s += 0.0 if pair.is_proved else rates.bootstrap_s
-        excess_tokens = computes.share_tokens - (1 + rates.share_slack) * self._mean_share_tokens
+        queue_s, compute_s, share_s = self._computing_s(pair.computes)
+        shipping_s, decode_s = self._decoding_s(pair.decode)
         return Estimate(
-            queue_s=computes.queued_tokens / tokens_per_s,
+            queue_s=queue_s,
             compute_s=compute_s,
-            transfer_s=transfer_s,
-            decode_s=self._decode_s(pair.decode),
-            share_s=rates.share_weight * max(0.0, excess_tokens) / tokens_per_s,
+            transfer_s=0.0 if pair.prefill is None else self._transfer_s(pair, compute_s, shipping_s),
+            decode_s=decode_s,
+            share_s=share_s,
         )
 
     def reason(self, best: Pair, others: Sequence[Pair]) -> str:
@@ -282,14 +276,43 @@ class _Ranker:
             return "the longest cached prefix"
         return "a longer prefix is cached where the wait is longer"
 
-    def _decode_s(self, view: NodeView) -> float:
-        demand, rates = self._demand, self._rates
-        wait_s = 0.0
-        if view.free_tokens is not None:
-            lacking = demand.prompt_tokens - view.cached_tokens + demand.headroom_tokens - view.free_tokens
-            capacity_tokens = view.facts.capacity_tokens or view.facts.limits.max_request_tokens
-            wait_s = rates.residence_s * max(0, lacking) / capacity_tokens
-        return view.decode_step_s + rates.stream_s * view.num_requests + wait_s
+    # Parts of the estimates, each made once.
+
+    def _computing_s(self, view: NodeView) -> tuple[float, float, float]:
+        """Queue, computation and excess share of a node that computes the prompt."""
+        known = self._computing.get(view.facts.address)
+        if known is None:
+            rates = self._rates
+            tokens_per_s = view.prefill_tokens_per_s or self._default_tokens_per_s
+            excess_tokens = view.share_tokens - (1 + rates.share_slack) * self._mean_share_tokens
+            known = self._computing[view.facts.address] = (
+                view.queued_tokens / tokens_per_s,
+                (self._demand.prompt_tokens - view.cached_tokens) / tokens_per_s,
+                rates.share_weight * max(0.0, excess_tokens) / tokens_per_s,
+            )
+        return known
+
+    def _decoding_s(self, view: NodeView) -> tuple[float, float]:
+        """The whole transfer to a node that decodes; its streams, and the wait for memory."""
+        known = self._decoding.get(view.facts.address)
+        if known is None:
+            demand, rates = self._demand, self._rates
+            lacking_tokens = demand.prompt_tokens - view.cached_tokens
+            wait_s = 0.0
+            if view.free_tokens is not None:
+                homeless_tokens = lacking_tokens + demand.headroom_tokens - view.free_tokens
+                capacity_tokens = view.facts.capacity_tokens or view.facts.limits.max_request_tokens
+                wait_s = rates.residence_s * max(0, homeless_tokens) / capacity_tokens
+            known = self._decoding[view.facts.address] = (
+                lacking_tokens / rates.transfer_tokens_per_s,
+                view.decode_step_s + rates.stream_s * view.num_requests + wait_s,
+            )
+        return known
+
+    def _transfer_s(self, pair: Pair, compute_s: float, shipping_s: float) -> float:
+        """What nothing hides: layers are sent while later ones are computed."""
+        bootstrap_s = 0.0 if pair.is_proved else self._rates.bootstrap_s
+        return max(0.0, shipping_s - compute_s) + self._rates.handoff_s + bootstrap_s
 
     def _best_alone(self, views: Sequence[NodeView], pair_with: Callable[[NodeView], Pair]) -> Sequence[NodeView]:
         """The best of many by themselves, so that only few are combined."""
@@ -302,7 +325,10 @@ class _Ranker:
     # Policies.
 
     def _by_cost(self, pair: Pair) -> _Rank:
-        return (self.estimate(pair).total_s,)
+        queue_s, compute_s, share_s = self._computing_s(pair.computes)
+        shipping_s, decode_s = self._decoding_s(pair.decode)
+        transfer_s = 0.0 if pair.prefill is None else self._transfer_s(pair, compute_s, shipping_s)
+        return (queue_s + compute_s + transfer_s + decode_s + share_s,)
 
     def _by_load(self, pair: Pair) -> _Rank:
         return pair.decode.num_requests, 0 if pair.prefill is None else pair.prefill.num_requests

@@ -26,7 +26,8 @@ class PromptPrefixes:
         keys = self._keys.get(prefix_granularity)
         if keys is None:
             if self._tokens is None:
-                self._tokens = np.fromiter(self._token_ids, dtype=np.int32, count=len(self._token_ids))
+                # Protobuf hands its numbers over as they lie in memory.
+                self._tokens = np.asarray(self._token_ids, dtype=np.int32)
             keys = prefix_keys(self._tokens[:-1], prefix_granularity, self._extra_keys)
             self._keys[prefix_granularity] = keys
         return keys

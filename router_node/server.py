@@ -47,6 +47,8 @@ from router_node.tenants import RouterAccess, Tenants
 
 _log = logging.getLogger("pdmesh.router")
 
+_PARTING_POLL_S = 1.0
+
 
 async def serve(config: RouterConfig) -> int:
     """Runs a router until it is told to stop. Returns the exit status."""
@@ -143,6 +145,7 @@ class Router:
         )
         self._attendance = Attendance(self._make_attendants(), on_end=self._end_of_background)
         self._background: list[asyncio.Task[None]] = []
+        self._partings: set[asyncio.Task[None]] = set()
         self._is_serving = False
         self._http: HttpServer | None = None
         self._is_started = False
@@ -237,9 +240,10 @@ class Router:
         await self._server.stop(self._config.drain_grace_s)
         if self._http is not None:
             await self._http.stop()
-        for task in self._background:
+        ending = (*self._background, *self._partings)
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         await self._attendance.close()
         await self._status_metrics.close()
         await self._channels.close()
@@ -283,7 +287,17 @@ class Router:
         if self._is_started:
             for address in self._attendance.attend_to(self._pool.addresses):
                 self._observations.forget(address)
+                parting = asyncio.create_task(self._part_with(address))
+                self._partings.add(parting)
+                parting.add_done_callback(self._partings.discard)
             self._discovery.wake()
+
+    async def _part_with(self, address: str) -> None:
+        """Hangs up once the last request on a node that is no member any more is over."""
+        while self._placer.num_in_flight(address):
+            await asyncio.sleep(_PARTING_POLL_S)
+        if address not in self._pool.addresses:
+            await self._channels.drop(address)
 
     def _update_health(self) -> None:
         if self._pool.is_ready != self._is_serving:

@@ -176,6 +176,12 @@ class ChannelPool:
             )
         return channel
 
+    async def drop(self, address: str) -> None:
+        """Closes the channel to `address`, with what still runs on it. Without effect when there is none."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
     async def close(self) -> None:
         """Closes every channel. The pool can be used again."""
         channels, self._channels = list(self._channels.values()), {}

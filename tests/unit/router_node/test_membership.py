@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
+from pdmesh.v1 import mesh_pb2
+from unit.router_node.fakes import StartNode, StartRouter, finish_event, tokens_event
 
 from router_node.membership import Membership
 from router_node.node_pool import ComputeRole, NodeFacts, NodePool, TokenLimits
@@ -88,3 +91,35 @@ async def test_the_system_resolves_numbers_and_the_local_host() -> None:
     pool = NodePool({}, vocab_size=10)
     await Membership({DECODE: ["dns:127.0.0.1:5"]}, pool, interval_s=600, on_change=lambda: None).refresh()
     assert pool.addresses == ("127.0.0.1:5",)
+
+
+async def test_a_router_follows_the_name_and_hangs_up_on_who_left(
+    start_node: StartNode, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = [tokens_event("ab"), finish_event()]
+    node = await start_node(mesh_pb2.NODE_ROLE_FUSED, "f-1", script=script)
+    port = node.address.rpartition(":")[2]
+    hosts: list[str] = []
+
+    async def resolve(host: str) -> Sequence[str]:
+        return list(hosts)
+
+    monkeypatch.setattr("router_node.membership.resolve_host", resolve)
+    hosts.append("127.0.0.1")
+    running = await start_router(fused=(f"dns:fused:{port}",), resolve_interval_s=0.02, poll_interval_s=0.02)
+    router = running.router
+    placement, *_ = await running.generate(text="hi", max_tokens=2)
+    assert placement.placement.decode_node == "f-1"
+    assert node.address in router._channels._channels
+    hosts.clear()
+    async with asyncio.timeout(20):
+        while node.address in router._channels._channels or router._pool.addresses:
+            await asyncio.sleep(0.01)
+    status, _ = await running.refusal(text="hi", max_tokens=2)
+    assert status.name == "UNAVAILABLE"
+    hosts.append("127.0.0.1")
+    async with asyncio.timeout(20):
+        while not router._pool.is_ready:
+            await asyncio.sleep(0.01)
+    placement, *_ = await running.generate(text="hi", max_tokens=2)
+    assert placement.placement.decode_node == "f-1"

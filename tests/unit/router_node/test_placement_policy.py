@@ -196,7 +196,7 @@ def test_among_many_nodes_the_best_pair_is_found() -> None:
     special = node("p99", cached_tokens=990), node("d99", cached_tokens=990)
     made = decision(*crowd, *special)
     assert (made.pair.decode.facts.node_id, made.pair.computes.facts.node_id) == ("d99", "p99")
-    assert made.num_candidates == 64
+    assert made.num_candidates == 16
 
 
 def test_the_decision_explains_itself() -> None:

@@ -1,0 +1,1 @@
+"""The simulator behind bench_placement.py: traces, costs, nodes and a mesh in virtual time."""
