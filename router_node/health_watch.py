@@ -1,4 +1,4 @@
-"""Watches the health of every configured node, so that the router hears at once when one drains, dies or comes back.
+"""Watches the health of nodes, so that the router hears at once when one drains, dies or comes back.
 
 It decides nothing: what it hears makes discovery ask again. Lives on the router's event loop.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 
 from node_runtime.errors import NodeError, RemoteError
@@ -20,24 +20,16 @@ _WATCH_S = 300.0
 
 
 class HealthWatch:
-    """One stream to each node while `run` runs."""
+    """One stream to each node that it is told to watch."""
 
-    def __init__(
-        self, addresses: Sequence[str], channels: ChannelPool, *, retry_interval_s: float, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, channels: ChannelPool, *, retry_interval_s: float, on_change: Callable[[], None]) -> None:
         """`on_change` is called when a node may serve or not serve any more. It must be cheap."""
-        self._addresses = tuple(addresses)
         self._channels = channels
         self._retry_interval_s = retry_interval_s
         self._on_change = on_change
 
-    async def run(self) -> None:
-        """Runs until it is cancelled, or until no node is left that can be watched."""
-        async with asyncio.TaskGroup() as watches:
-            for address in self._addresses:
-                watches.create_task(self._watch(address), name=f"health of {address}")
-
-    async def _watch(self, address: str) -> None:
+    async def watch(self, address: str) -> None:
+        """Runs until it is cancelled, or until it is clear that the node cannot be watched."""
         while True:
             try:
                 await self._follow(address)

@@ -260,14 +260,9 @@ class Router:
         """What is done about each node while it is a member."""
         config = self._config
 
-        def watch_health(address: str) -> Coroutine[object, object, None]:
-            watch = HealthWatch(
-                (address,), self._channels, retry_interval_s=config.poll_interval_s, on_change=self._discovery.wake
-            )
-            return watch.run()
-
+        health = HealthWatch(self._channels, retry_interval_s=config.poll_interval_s, on_change=self._discovery.wake)
         if config.follow_interval_s == 0:
-            return [watch_health]
+            return [health.watch]
         follower = NodeFollower(
             self._channels,
             self._observations,
@@ -276,7 +271,7 @@ class Router:
             retry_interval_s=config.poll_interval_s,
             wants_prefixes=config.placement_policy == "cache_aware",
         )
-        return [watch_health, follower.follow]
+        return [health.watch, follower.follow]
 
     def _capacity_tokens(self, address: str) -> int:
         facts = self._pool.facts_of(address)

@@ -60,10 +60,8 @@ async def channels() -> AsyncIterator[ChannelPool]:
 async def test_a_drain_a_departure_and_a_return_are_all_heard(channels: ChannelPool) -> None:
     server = await serve()
     heard: asyncio.Queue[None] = asyncio.Queue()
-    watch = HealthWatch(
-        [server.advertised_address], channels, retry_interval_s=0.01, on_change=lambda: heard.put_nowait(None)
-    )
-    running = asyncio.create_task(watch.run())
+    watch = HealthWatch(channels, retry_interval_s=0.01, on_change=lambda: heard.put_nowait(None))
+    running = asyncio.create_task(watch.watch(server.advertised_address))
     await asyncio.wait_for(heard.get(), 10)
     await server.begin_drain()
     await asyncio.wait_for(heard.get(), 10)
@@ -79,8 +77,8 @@ async def test_a_drain_a_departure_and_a_return_are_all_heard(channels: ChannelP
 
 async def test_a_node_that_tells_no_health_is_left_to_the_polling(start_node: StartNode, channels: ChannelPool) -> None:
     node: FakeNode = await start_node(FUSED, "old-release")
-    watch = HealthWatch([node.address], channels, retry_interval_s=0.01, on_change=pytest.fail)
-    await asyncio.wait_for(watch.run(), 10)
+    watch = HealthWatch(channels, retry_interval_s=0.01, on_change=pytest.fail)
+    await asyncio.wait_for(watch.watch(node.address), 10)
 
 
 async def test_a_router_leaves_a_draining_node_out_long_before_its_next_round(start_router: StartRouter) -> None:
