@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-scheduler bench-sim bench-states bench-trace bench-verify clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 
 bench-model: setup ## prefill and decode rates beside other engines (MODEL=path, ENGINES=those to compare, LLAMA_CPP and VLLM=pythons that have them)
 	@$(BIN)/python bench/bench_model.py $(if $(MODEL),--model $(MODEL)) $(if $(ENGINES),--engines "$(ENGINES)") $(if $(LLAMA_CPP),--llama-cpp $(LLAMA_CPP)) $(if $(VLLM),--vllm $(VLLM))
+
+bench-placement: setup ## hit rates and time to first token per placement policy, simulated (TRACES=folder of public traces)
+	@$(BIN)/python bench/bench_placement.py $(if $(TRACES),--traces $(TRACES))
 
 bench-states: setup ## kernels of recurrent layers beside what the machine allows
 	@$(BIN)/python bench/bench_states.py

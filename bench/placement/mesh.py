@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdmesh.v1 import inference_pb2
+
+import scheduler_core as sc
 from placement.costs import Machine
 from placement.nodes import Agenda, Served, SimulatedNode, Watcher, make_scheduler
 from placement.trace import BLOCK_TOKENS, TracedRequest
-
-import scheduler_core as sc
 from router_node.node_follower import report_of
 from router_node.node_pool import ComputeRole, NodeFacts, NodePool, TokenLimits
 from router_node.observations import Observations

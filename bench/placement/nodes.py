@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from pdmesh.v1 import mesh_pb2
-from placement.costs import Machine
-from placement.trace import BLOCK_TOKENS
 
 import scheduler_core as sc
 from node_runtime.engine.rates import StepRates
 from node_runtime.prefix_feed import PrefixFeed
+from placement.costs import Machine
+from placement.trace import BLOCK_TOKENS
 
 
 def make_scheduler(role: sc.Role, num_lcm_blocks: int, *, token_budget: int, max_batch_size: int = 1) -> sc.Scheduler:

@@ -15,6 +15,8 @@ from node_runtime.errors import PermissionDenied
 OPERATOR: Final = "operator"
 _READING: Final = frozenset(("router", "prefill", "decode", "fused", OPERATOR))
 _METHODS_FOR_READING: Final = ("/pdmesh.v1.Node/GetNodeInfo", "/pdmesh.v1.Node/GetNodeStatus")
+# Tells more than how a node is: which prompts it has cached.
+_METHOD_FOR_ROUTERS: Final = "/pdmesh.v1.Node/Follow"
 # By service; what is not listed is for operators alone.
 _ROLES_BY_SERVICE: Mapping[str, frozenset[str]] = MappingProxyType(
     {"pdmesh.v1.Prefill": frozenset(("decode",)), "pdmesh.v1.Decode": frozenset(("router",))}
@@ -89,6 +91,8 @@ def roles_for(method: str) -> frozenset[str]:
     """Roles that may call `method`."""
     if method in _METHODS_FOR_READING:
         return _READING
+    if method == _METHOD_FOR_ROUTERS:
+        return frozenset(("router", OPERATOR))
     service = method.removeprefix("/").partition("/")[0]
     return _ROLES_BY_SERVICE.get(service, frozenset((OPERATOR,)))
 
