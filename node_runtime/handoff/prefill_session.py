@@ -140,7 +140,7 @@ class PrefillHandoff:
     def _check_repeat(self, event: Start | Grant) -> None:
         known = self._start if isinstance(event, Start) else self._grant
         if known is not None and known != event:
-            raise InvalidRequest(f"a second {type(event).__name__} with other content on one handoff")
+            raise InvalidRequest(f"a second {type(event).__name__} with other content: a stream carries one handoff")
 
     def _check_content(self, event: PrefillEvent) -> None:
         if isinstance(event, Start):

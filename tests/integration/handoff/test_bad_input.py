@@ -28,6 +28,7 @@ BAD_REQUESTS = {
     "negative temperature": ({"sampling": {"temperature": -1.0}}, INVALID, ("temperature",)),
     "too many stop tokens": ({"stop_token_ids": [1] * 81}, INVALID, ("stop_token_ids", "80")),
     "an address that is none": ({"prefill_address": "http://x"}, INVALID, ("prefill_address",)),
+    "progress too often": ({"progress_interval_ms": 49}, INVALID, ("progress_interval_ms", "50")),
     "no address": ({"prefill_address": ""}, grpc.StatusCode.FAILED_PRECONDITION, ("prefill_address",)),
     "more than the arena": (
         {"token_ids": [1] * 200, "max_tokens": 50},
@@ -113,6 +114,7 @@ class RawPeer:
     """A decode node made of bare messages."""
 
     def __init__(self, mesh: FakeMesh, prefill: FakeNode, decode: FakeNode) -> None:
+        self.mesh = mesh
         self.prefill = prefill
         self.decode = decode
         self.channel = grpc.aio.insecure_channel(prefill.address)
@@ -239,6 +241,23 @@ async def test_a_malformed_start_is_refused(
     kinds, got, details = await raw.handoff(start(incarnation, **changes))
     assert (kinds, got) == ([], code)
     assert words in details
+
+
+async def test_the_start_of_another_handoff_on_a_running_stream_ends_it_and_starts_nothing(raw: RawPeer) -> None:
+    incarnation = await raw.bootstrap()
+    gate = Gate()
+    raw.prefill.executor.before_pass = gate.wait
+    beside = asyncio.ensure_future(raw.mesh.generate(raw.decode, [1, 2, 3], prefill_address=raw.prefill.address))
+    await until(gate.reached.is_set, "another peer's prompt is being computed")
+    other = start(incarnation, handoff_id=b"i" * 16, request_id="another-request")
+    kinds, code, details = await raw.handoff(start(incarnation), other)
+    assert code == INVALID
+    assert "second Start" in details
+    assert kinds[-2:] == ["failed", "quiesced"]
+    assert raw.prefill.num_handoffs == 1
+    gate.open()
+    raw.prefill.executor.before_pass = lambda plan: None
+    assert (await beside).token_ids == expected_tokens([1, 2, 3], 4)
 
 
 async def test_a_stream_that_does_not_begin_with_start_is_refused(raw: RawPeer) -> None:
