@@ -98,11 +98,21 @@ class Generation:
             self._is_over = True
             self._engine.post(PostEvents(events=(AbortEvent(self.engine_id),)))
 
-    async def batches(self) -> AsyncIterator[tuple[tuple[SampledToken, ...], GenerationEnded | None]]:
-        """What has been generated since the last batch; the last one comes with the end. Raises NodeError."""
+    async def batches(
+        self, *, at_least_every_s: float | None = None
+    ) -> AsyncIterator[tuple[tuple[SampledToken, ...], GenerationEnded | None]]:
+        """What has been generated since the last batch; the last one comes with the end. Raises NodeError.
+
+        A batch is empty when nothing was generated for `at_least_every_s`.
+        """
         ended: GenerationEnded | None = None
         while ended is None:
-            updates = [await self._updates.get()]
+            try:
+                async with asyncio.timeout(at_least_every_s):
+                    updates = [await self._updates.get()]
+            except TimeoutError:
+                yield (), None
+                continue
             while not self._updates.empty():
                 updates.append(self._updates.get_nowait())
             tokens = []

@@ -12,6 +12,7 @@ import contextvars
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -31,7 +32,7 @@ from node_runtime.errors import (
 )
 from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
 from node_runtime.request_rules import check_incarnation, check_node_id
-from node_runtime.rpc import Channel, Transport, connect
+from node_runtime.rpc import Channel, Transport, connect, watch_health
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 
 _log = logging.getLogger(__name__)
@@ -76,21 +77,30 @@ class _Entry:
     peer: PrefillPeer | None = None
     detail: str = "not connected yet"
     is_suspect: bool = False
+    is_draining: bool = False
     is_watched: bool = False
     attempt: asyncio.Task[None] | None = None  # the bootstrap under way
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_ready(self) -> bool:
-        return self.peer is not None and not self.is_suspect
+        return self.peer is not None and not self.is_suspect and not self.is_draining
+
+    @property
+    def state(self) -> str:
+        """As `PeerStatus.state` says it."""
+        if self.is_ready:
+            return "ready"
+        if self.is_draining:
+            return "draining"
+        return "connecting" if self.peer is None else "suspect"
 
     def status(self) -> mesh_pb2.PeerStatus:
-        state = "ready" if self.is_ready else "suspect" if self.peer is not None else "connecting"
         return mesh_pb2.PeerStatus(
             node_id=self.peer.node_id if self.peer else "",
             address=self.address,
             incarnation=self.peer.incarnation if self.peer else 0,
-            state=state,
+            state=self.state,
             detail="" if self.is_ready else self.detail,
             data_plane=self.peer.plane.name if self.peer else "",
         )
@@ -154,11 +164,22 @@ class PrefillPeers:
     def suspect(self, peer: PrefillPeer, reason: str) -> None:
         """Bootstraps again before the next use of this address, unless that has happened already."""
         entry = self._entries.get(peer.address)
-        if entry is None or entry.peer is not peer or entry.is_suspect:
+        if entry is None or entry.peer is not peer or not entry.is_ready:
             return
         _log.warning("prefill node %s at %s is suspect: %s", peer.node_id, peer.address, reason)
         entry.is_suspect = True
         entry.detail = reason
+        entry.changed.set()
+        self._on_change()
+
+    def note_draining(self, peer: PrefillPeer) -> None:
+        """The node leaves: it finishes the handoffs that it has, and is not asked for others until it is back."""
+        entry = self._entries.get(peer.address)
+        if entry is None or entry.peer is not peer or entry.is_draining:
+            return
+        _log.info("prefill node %s at %s is draining", peer.node_id, peer.address)
+        entry.is_draining = True
+        entry.detail = f"node {peer.node_id} is draining"
         entry.changed.set()
         self._on_change()
 
@@ -207,6 +228,7 @@ class PrefillPeers:
             plane = self._chosen_plane(entry.address, response)
         except BaseException as error:
             entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
+            entry.is_draining = isinstance(error, PeerDraining)
             await channel.close()
             if isinstance(error, PeerUnavailable) and not isinstance(error, PeerDraining):
                 reason = f"the prefill node cannot be connected to: {error.reason}"
@@ -222,7 +244,7 @@ class PrefillPeers:
                 plane=plane,
             ),
         )
-        entry.is_suspect = False
+        entry.is_suspect = entry.is_draining = False
         entry.changed.set()
         _log.info("prefill node %s at %s is a peer: data plane %s", response.node_id, entry.address, plane.name)
         self._on_change()
@@ -287,20 +309,52 @@ class PrefillPeers:
             entry.changed.clear()
             if entry.is_ready:
                 num_failures = 0
-                await _wait(entry.changed, WATCH_INTERVAL_S)
-                await self._check_alive(entry)
+                await self._watch_while_ready(entry)
                 continue
             try:
                 await self._bootstrapped(entry)
             except Exception as error:
                 if num_failures == 0:
                     cause = None if isinstance(error, NodeError) else error
-                    # A peer that was never there is a start-up order, not a fault.
-                    level = logging.INFO if entry.peer is None and cause is None else logging.WARNING
+                    # A peer that was never there is a start-up order and one that leaves a farewell, not a fault.
+                    is_expected = cause is None and (entry.peer is None or entry.is_draining)
+                    level = logging.INFO if is_expected else logging.WARNING
                     _log.log(level, "prefill node at %s: %s; trying on", entry.address, error, exc_info=cause)
                 backoff_s = RETRY_BACKOFF_S[min(num_failures, len(RETRY_BACKOFF_S) - 1)]
                 num_failures += 1
                 await _wait(entry.changed, backoff_s)
+
+    async def _watch_while_ready(self, entry: _Entry) -> None:
+        """One interval, or until the peer is not ready any more."""
+        following = asyncio.create_task(self._follow_health(entry.peer)) if entry.peer is not None else None
+        try:
+            await _wait(entry.changed, WATCH_INTERVAL_S)
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait((following,))
+        await self._check_alive(entry)
+
+    async def _follow_health(self, peer: PrefillPeer) -> None:
+        """Hears at once when the peer drains: it answers questions about itself to the end, so asking whether it is
+        alive would not tell.
+        """
+        stub = peer.channel.stub(mesh_pb2_grpc.NodeStub)
+        # As in `_check_alive`.
+        peer.num_users += 1
+        try:
+            async with aclosing(watch_health(peer.channel, timeout_s=2 * WATCH_INTERVAL_S)) as healths:
+                async for is_serving in healths:
+                    if is_serving:
+                        continue
+                    request = mesh_pb2.GetNodeStatusRequest()
+                    status = await peer.channel.unary(stub.GetNodeStatus, request, timeout_s=_WATCH_TIMEOUT_S)
+                    if status.draining:
+                        self.note_draining(peer)
+        except NodeError as error:
+            _log.debug("the health of prefill node %s cannot be followed: %s", peer.node_id, error)
+        finally:
+            await peer.release()
 
     async def _check_alive(self, entry: _Entry) -> None:
         peer = entry.peer

@@ -21,7 +21,7 @@ from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import AcceptFirstToken, GrantOffered, PostEvents
-from node_runtime.errors import InvalidRequest, NodeError, PeerDraining, PeerUnavailable, RemoteError
+from node_runtime.errors import InvalidRequest, NodeError, NoMemoryInTime, PeerDraining, PeerUnavailable, RemoteError
 from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import (
     AbortScheduling,
@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 QUIET_GRACE_S = 10.0
 # How long the peer may take to end the stream of a handoff that is over.
 _FAREWELL_S = 5.0
+_RESOURCE_EXHAUSTED = 8
 _INTERNAL = 13
 _UNAVAILABLE = 14
 _DATA_LOSS = 15
@@ -93,14 +94,18 @@ class IncomingHandoff:
         vocab_size: int,
         verifier: TransferVerifier,
         on_suspect: Callable[[str], None],
+        on_draining: Callable[[], None],
     ) -> None:
-        """`on_suspect` hears why the peer must be bootstrapped anew before its next use."""
+        """`on_suspect` hears why the peer must be bootstrapped anew before its next use, `on_draining` that it
+        leaves and takes no other handoff.
+        """
         self._engine_id = engine_id
         self._peer = peer
         self._engine = engine
         self._clock = clock
         self._fence = fence
         self._on_suspect = on_suspect
+        self._on_draining = on_draining
         self._verifier = verifier
         self._is_verified = False
         self._comparisons: set[asyncio.Task[None]] = set()
@@ -202,6 +207,7 @@ class IncomingHandoff:
     def _broken_off(self, error: NodeError) -> StreamClosed:
         if isinstance(error, PeerDraining):
             self._draining = error
+            self._on_draining()
         if isinstance(error, PeerUnavailable):
             if not self._session.is_terminal:
                 self._on_suspect(error.reason)
@@ -279,14 +285,22 @@ class IncomingHandoff:
             _log.error("handoff with prefill node %s: %s", self._peer.node_id, failure.message)
             self._verifier.count(is_damaged=True)
             self._on_suspect(failure.message)
-        # The session knows codes only; whoever places the request wants to know that it was a node that leaves.
-        error = self._draining or error_from_code(failure.code, failure.message, self._peer.address)
+        error = self._cause(failure)
         if self._was_ready and failure.code == _UNAVAILABLE:
             self._on_suspect(failure.message)
         if not self.outcome.done():
             self.outcome.set_exception(HandoffFailedError(error, is_untouched=not self._was_ready))
             # Nobody may be waiting any more; that is no fault.
             self.outcome.exception()
+
+    def _cause(self, failure: EndWithFailure) -> NodeError:
+        """The session knows codes only; whoever places the request wants to know more."""
+        if self._draining is not None:
+            return self._draining
+        if self._was_ready and failure.code == _RESOURCE_EXHAUSTED:
+            # Whoever says Ready is not full. It has waited in vain for memory of ours.
+            return NoMemoryInTime(failure.message)
+        return error_from_code(failure.code, failure.message, self._peer.address)
 
     def _post(self, event: Event) -> None:
         self._engine.post(PostEvents(events=(event,)))

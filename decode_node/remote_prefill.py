@@ -132,6 +132,7 @@ class RemotePrefill:
             vocab_size=self._vocab_size,
             verifier=self._verifier,
             on_suspect=lambda reason: self._peers.suspect(peer, reason),
+            on_draining=lambda: self._peers.note_draining(peer),
         )
         generation.on_grant = handoff.on_grant
         generation.on_failure = handoff.give_up

@@ -199,6 +199,7 @@ class DecodeNode:
         receiving = self._receiving
         role = mesh_pb2.NODE_ROLE_FUSED if receiving is None else mesh_pb2.NODE_ROLE_DECODE
         info = describe_node(self._core, node_id=self._config.node_id, incarnation=self._incarnation, role=role)
+        info.reports_progress = True
         info.prefills_locally = receiving is not None and receiving.local.is_fallback
         data_plane = self._core.data_plane
         return ComputeReporter(

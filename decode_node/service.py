@@ -6,16 +6,18 @@ included, ends the request on every node. Lives on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from pdmesh.v1 import decode_pb2
 
 from decode_node.generation import Generation, Measured
 from decode_node.local_prefill import LocalPrefill, LocalReason
+from decode_node.pulse import EnginePulse
 from decode_node.receiver import IncomingHandoff, Received
 from decode_node.remote_prefill import RemotePrefill
 from node_runtime.clock import Clock
@@ -26,7 +28,10 @@ from node_runtime.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     NodeError,
+    NoMemoryInTime,
     NoPrefillNode,
+    PeerDraining,
+    PrefillDraining,
     PrefillFailed,
     QueueFull,
     RequestCancelled,
@@ -35,7 +40,7 @@ from node_runtime.errors import (
 from node_runtime.handoff.messages import HandoffTimings
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import PhaseRecorder, RpcContext, Span, SpanKind, Telemetry, span_names, status_of
-from node_runtime.wire.decode import DecodeJob, job_from_proto, tokens_to_proto
+from node_runtime.wire.decode import DecodeJob, job_from_proto, progress_to_proto, tokens_to_proto
 from node_runtime.wire.outcome import (
     CachedTokens,
     DecodeAdmitted,
@@ -122,8 +127,9 @@ class DecodeService:
             ) as span,
         ):
             try:
-                async for response in self._generate(live, context):
-                    yield response
+                async with aclosing(self._generate(live, context)) as responses:
+                    async for response in responses:
+                        yield response
             finally:
                 if live.generation is not None:
                     live.generation.abort()
@@ -156,10 +162,27 @@ class DecodeService:
         finally:
             del self._live[job.request_id]
 
-    async def _generate(self, live: _Live, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        generation = await self._start(live, context)
+    async def _generate(self, live: _Live, context: RpcContext) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        pulse, interval_s = EnginePulse(self._engine), live.job.progress_interval_s
+        starting = asyncio.create_task(self._start(live, context))
+        try:
+            while not (await asyncio.wait((starting,), timeout=interval_s))[0]:
+                if pulse.has_moved():
+                    yield progress_to_proto()
+        finally:
+            # Whatever it has begun is ended before this is.
+            starting.cancel()
+            await asyncio.wait((starting,))
+            if not starting.cancelled():
+                # Heard, whether or not anybody is left to be told.
+                starting.exception()
+        generation = starting.result()
         is_first = True
-        async for tokens, ended in generation.batches():
+        async for tokens, ended in generation.batches(at_least_every_s=interval_s):
+            if not tokens and ended is None:
+                if pulse.has_moved():
+                    yield progress_to_proto()
+                continue
             if is_first:
                 # Admission precedes every token. A caller that cancels gets no finish and still knows what was cached.
                 yield admitted_to_proto(
@@ -257,8 +280,10 @@ def _blamed(error: NodeError, live: _Live, prefill_address: str) -> NodeError:
     own = None if live.generation is None else live.generation.failure
     if own is not None:
         return own
-    if isinstance(error, DeadlineExceeded | RequestCancelled):
+    if isinstance(error, DeadlineExceeded | RequestCancelled | NoMemoryInTime):
         return error
+    if isinstance(error, PeerDraining):
+        return PrefillDraining(error.message, address=prefill_address, node_id=error.node_id)
     blamed = PrefillFailed(status_of(error).name, error.message, address=prefill_address)
     blamed.retry_after_s = error.retry_after_s
     return blamed

@@ -76,6 +76,12 @@ class RequestTooLarge(NodeError):
     """The request can never fit this node's arena, however long it waits."""
 
 
+class NoMemoryInTime(NodeError):
+    """This node had no memory for a request while its prefill node could wait for it."""
+
+    retry_after_s = 1.0
+
+
 class PeerUnavailable(NodeError):
     """A peer cannot be reached, or it went away during a call."""
 
@@ -136,6 +142,16 @@ class RemoteError(NodeError):
 
 class PrefillFailed(RemoteError):
     """The prefill node at `address` is to blame for the failure of a request; the decode node that says so is well."""
+
+
+class PrefillDraining(PrefillFailed):
+    """The prefill node at `address` is about to leave, and refused a prompt or cut it off. Nobody is to blame: others
+    may take it at once.
+    """
+
+    def __init__(self, message: str, *, address: str, node_id: str) -> None:
+        super().__init__("UNAVAILABLE", message, address=address)
+        self.node_id = node_id
 
 
 class BadConfig(NodeError):

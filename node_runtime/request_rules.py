@@ -23,6 +23,8 @@ MAX_STOP_TOKEN_IDS: Final = 80
 MAX_LOGPROBS: Final = 20
 MAX_EXTRA_KEYS: Final = 8
 MAX_EXTRA_KEY_BYTES: Final = 64
+MIN_PROGRESS_INTERVAL_MS: Final = 50
+MAX_PROGRESS_INTERVAL_MS: Final = 60_000
 
 
 def require(condition: bool, text: str) -> None:
@@ -125,6 +127,15 @@ def check_extra_keys(extra_keys: Sequence[bytes]) -> None:
             len(key) <= MAX_EXTRA_KEY_BYTES,
             f"extra_keys[{index}]: {len(key)} bytes given, at most {MAX_EXTRA_KEY_BYTES} allowed",
         )
+
+
+def check_progress_interval(interval_ms: int) -> None:
+    """50 to 60,000 ms; 0: no progress is wanted."""
+    require(
+        interval_ms == 0 or MIN_PROGRESS_INTERVAL_MS <= interval_ms <= MAX_PROGRESS_INTERVAL_MS,
+        f"progress_interval_ms: {interval_ms} given, {MIN_PROGRESS_INTERVAL_MS} to {MAX_PROGRESS_INTERVAL_MS} or none "
+        "allowed",
+    )
 
 
 def check_cache_salt(salt: bytes) -> None:

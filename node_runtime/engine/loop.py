@@ -119,7 +119,9 @@ class _Live:
 
 
 class EngineLoop:
-    """Owns scheduler and executor. `post`, `snapshot` and `stop` are safe from every thread, the rest is not public."""
+    """Owns scheduler and executor. `post`, `snapshot`, `num_pulses` and `stop` are safe from every thread, the rest is
+    not public.
+    """
 
     def __init__(
         self,
@@ -156,6 +158,7 @@ class EngineLoop:
         self._rates = StepRates()
         self._num_steps = 0
         self._num_retractions = 0
+        self._num_pulses = 0
         self._stopping = False
         # What requests are told once the engine cannot go on.
         self._end: NodeError = InternalError("the engine of this node goes on")
@@ -177,6 +180,11 @@ class EngineLoop:
     @property
     def snapshot(self) -> EngineSnapshot:
         return self._snapshot
+
+    @property
+    def num_pulses(self) -> int:
+        """Grows with every command taken and every stage computed; stands still while the engine hangs or is idle."""
+        return self._num_pulses
 
     def run_until_idle(self) -> None:
         """Works off the inbox and every plan that follows from it, on the caller's thread. For tests and simulation."""
@@ -226,6 +234,7 @@ class EngineLoop:
         self._flush()
 
     def _handle(self, command: Command) -> None:
+        self._num_pulses += 1
         match command:
             case SubmitRequest():
                 self._submit(command)
@@ -324,7 +333,7 @@ class EngineLoop:
         sampling, formless = self._sampling(plan)
         began_s = self._clock.now_s()
         try:
-            sampled = self._executor.execute(plan, sampling, lambda stage: self._hooks.on_stage(stage, plan))
+            sampled = self._executor.execute(plan, sampling, lambda stage: self._on_stage(stage, plan))
         except EngineBroken:
             raise
         except Exception as error:
@@ -358,6 +367,10 @@ class EngineLoop:
                     formless.append(request_id)
                     self._fail((request_id,), InvalidRequest(f"{FORM_FIELD}.{error}"))
         return sampling, formless
+
+    def _on_stage(self, stage: int, plan: Plan) -> None:
+        self._num_pulses += 1
+        self._hooks.on_stage(stage, plan)
 
     def _results(self, plan: Plan, sampled: tuple[SampledToken | None, ...]) -> list[Event]:
         """One result per row, and the ends that the new tokens bring."""

@@ -26,6 +26,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.NoPrefillNode: grpc.StatusCode.FAILED_PRECONDITION,
         errors.NodeBusy: grpc.StatusCode.FAILED_PRECONDITION,
         errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        errors.NoMemoryInTime: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.RequestTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
         errors.PeerDraining: grpc.StatusCode.UNAVAILABLE,
@@ -37,6 +38,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         # Only for a code name that gRPC does not know; `status_of` passes the known ones on.
         errors.RemoteError: grpc.StatusCode.UNKNOWN,
         errors.PrefillFailed: grpc.StatusCode.UNKNOWN,
+        errors.PrefillDraining: grpc.StatusCode.UNKNOWN,
         errors.BadConfig: grpc.StatusCode.INTERNAL,
         errors.PortInUse: grpc.StatusCode.INTERNAL,
         errors.InternalError: grpc.StatusCode.INTERNAL,
@@ -80,7 +82,7 @@ DRAINING_KEY = "pdmesh-draining"
 
 def trailers_of(error: NodeError) -> tuple[tuple[str, str], ...]:
     """What the status of `error` says to programs, beside the message for people."""
-    if isinstance(error, errors.NodeDraining | errors.PeerDraining):
+    if isinstance(error, errors.NodeDraining | errors.PeerDraining | errors.PrefillDraining):
         return ((DRAINING_KEY, error.node_id),)
     return ()
 
@@ -115,11 +117,14 @@ def error_from_rpc(error: grpc.aio.AioRpcError, address: str) -> NodeError:
     if error.code() is grpc.StatusCode.INTERNAL and message == _WRITE_MET_THE_END:
         return errors.PeerUnavailable(address, "the call ended while it was being written to")
     trailers = tuple(error.trailing_metadata() or ())
-    details, draining = read_details(trailers), dict(trailers).get(DRAINING_KEY)
+    details, node_id = read_details(trailers), dict(trailers).get(DRAINING_KEY)
+    draining = node_id if isinstance(node_id, str) and error.code() is grpc.StatusCode.UNAVAILABLE else None
     made: NodeError
-    if details.prefill_address is not None:
+    if details.prefill_address is not None and draining is not None:
+        made = errors.PrefillDraining(message, address=details.prefill_address, node_id=draining)
+    elif details.prefill_address is not None:
         made = PrefillFailed(error.code().name, message, address=details.prefill_address)
-    elif error.code() is grpc.StatusCode.UNAVAILABLE and isinstance(draining, str):
+    elif draining is not None:
         made = errors.PeerDraining(address, message, node_id=draining)
     else:
         made = _error_for(error.code(), message, address)

@@ -11,6 +11,7 @@ from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.request_rules import (
     check_extra_keys,
     check_lengths,
+    check_progress_interval,
     check_request_id,
     check_stop_token_ids,
     check_token_ids,
@@ -18,6 +19,8 @@ from node_runtime.request_rules import (
 )
 from node_runtime.rpc.address import parse_address
 from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
+
+_MS_PER_S = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ class DecodeJob:
     extra_keys: tuple[bytes, ...] = ()
     prefill_address: str | None = None
     num_output_tokens: int = 0
+    # How long the caller may hear nothing while the request is well; None: for as long as it takes.
+    progress_interval_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -58,6 +63,7 @@ def job_to_proto(job: DecodeJob) -> decode_pb2.DecodeRequest:
         extra_keys=job.extra_keys,
         prefill_address=job.prefill_address or "",
         num_output_tokens=job.num_output_tokens,
+        progress_interval_ms=0 if job.progress_interval_s is None else round(job.progress_interval_s * _MS_PER_S),
     )
 
 
@@ -75,6 +81,7 @@ def job_from_proto(
         f"num_output_tokens: {message.num_output_tokens} given, fewer than the {len(message.token_ids)} of token_ids "
         "required",
     )
+    check_progress_interval(message.progress_interval_ms)
     if message.prefill_address:
         parse_address(message.prefill_address, field="prefill_address")
     return DecodeJob(
@@ -90,7 +97,12 @@ def job_from_proto(
         extra_keys=tuple(message.extra_keys),
         prefill_address=message.prefill_address or None,
         num_output_tokens=message.num_output_tokens,
+        progress_interval_s=message.progress_interval_ms / _MS_PER_S if message.progress_interval_ms else None,
     )
+
+
+def progress_to_proto() -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
 
 
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> decode_pb2.DecodeResponse:

@@ -186,10 +186,15 @@ class FakeMesh:
 
     async def error(self, node: FakeNode, prompt: Sequence[int], **fields: object) -> tuple[grpc.StatusCode, str]:
         """The status of a request that must fail."""
+        error = await self.failure(node, prompt, **fields)
+        return error.code(), error.details() or ""
+
+    async def failure(self, node: FakeNode, prompt: Sequence[int], **fields: object) -> grpc.aio.AioRpcError:
+        """How a request fails that must."""
         try:
             answer = await self.generate(node, prompt, **fields)
         except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or ""
+            return error
         raise AssertionError(f"the request succeeded: {answer}")
 
     async def status(self, node: FakeNode) -> mesh_pb2.NodeStatus:
