@@ -6,7 +6,7 @@ import sys
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.server import serve
-from node_runtime.engine.command import run_from_file
+from node_runtime.command import run_from_file
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fused"]:

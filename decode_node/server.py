@@ -22,6 +22,7 @@ from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
+from node_runtime.engine.progress import watch_progress
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -140,6 +141,15 @@ class DecodeNode:
         if self._receiving is not None:
             self._receiving.peers.watch(self._receiving.addresses)
 
+    async def watch_progress(self) -> None:
+        """Keeps the liveness of the node true to its engine, until it is cancelled. Requires `start`."""
+        await watch_progress(
+            self.engine,
+            self._clock,
+            stall_timeout_s=self._config.stall_timeout_s,
+            set_alive=self._server.set_alive,
+        )
+
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         await self._server.stop(self._config.drain_grace_s)
@@ -228,6 +238,7 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
     telemetry = Telemetry.for_node(config)
     stop_request = StopRequest()
     nodes: list[DecodeNode] = []
+    watches: list[asyncio.Task[None]] = []
 
     async def start() -> None:
         # Off the event loop, so that a signal is heard while the weights load.
@@ -242,11 +253,14 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
         nodes.append(node)
         await node.start()
         telemetry.serve_metrics(config)
+        watches.append(asyncio.create_task(node.watch_progress()))
         announce_ready(role=config.role_name, node_id=config.node_id, address=node.address)
 
     async def stop() -> None:
         for node in nodes:
             await node.stop()
+        for watch in watches:
+            watch.cancel()
         await asyncio.to_thread(telemetry.shutdown)
 
     return await run_until_stopped(start, stop, stop_request)

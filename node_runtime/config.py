@@ -6,13 +6,25 @@ into one `BadConfig` that names every wrong key. The models are immutable.
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 import socket
+import types
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from node_runtime.errors import BadConfig
 
@@ -36,6 +48,13 @@ _SIZE_UNITS = {
     "TIB": 2**40,
 }
 _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_URL_CREDENTIALS = re.compile(r"//[^/@\s'\"]*@")
+FIELD_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_batch_size": ("max_num_seqs",),
+    "token_budget": ("max_num_batched_tokens",),
+}
+"""Names that users of other engines know; taken as flags, as variables of the environment and as file keys."""
+
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -226,6 +245,12 @@ class ComputeNodeConfig(NodeConfig):
         le=64,
         description="Processes that share the heads of every layer, each with an arena of its own.",
     )
+    stall_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=86400,
+        description="How long one step may take before the liveness of the node fails. Seconds.",
+    )
     enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
     data_plane: DataPlaneName = Field(
         default="auto",
@@ -281,22 +306,73 @@ class ComputeNodeConfig(NodeConfig):
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-def load_config(config_class: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
-    """Builds and checks a configuration. Raises BadConfig that names every wrong key, value and limit."""
+def load_config(
+    config_class: type[ConfigT], values: Mapping[str, object], *, origins: Mapping[str, str] | None = None
+) -> ConfigT:
+    """Builds and checks a configuration. BadConfig names every wrong key, its value, its limit and, for those in
+    `origins`, where it was given. Secrets are not shown.
+    """
     try:
         return config_class.model_validate(dict(values))
     except ValidationError as error:
-        faults = "; ".join(_describe_fault(config_class, dict(fault)) for fault in error.errors(include_url=False))
-        raise BadConfig(f"configuration: {faults}") from None
+        faults = (
+            _describe_fault(config_class, dict(fault), origins or {}) for fault in error.errors(include_url=False)
+        )
+        raise BadConfig(_with_aliases(f"configuration: {'; '.join(faults)}")) from None
 
 
-def _describe_fault(config_class: type[BaseModel], fault: Mapping[str, object]) -> str:
+def _with_aliases(message: str) -> str:
+    """The message, and the other names of the fields that it names."""
+    also = [
+        f"{name} is also called {' and '.join(aliases)}"
+        for name, aliases in FIELD_ALIASES.items()
+        if re.search(rf"\b{name}\b", message)
+    ]
+    return f"{message} ({', '.join(also)})" if also else message
+
+
+def _describe_fault(config_class: type[BaseModel], fault: Mapping[str, object], origins: Mapping[str, str]) -> str:
     location = fault["loc"]
-    key = ".".join(str(part) for part in location) if isinstance(location, tuple) else str(location)
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    path = location if isinstance(location, tuple) else (location,)
+    key = ".".join(str(part) for part in path)
+    field = str(path[0]) if path else ""
+    message = without_credentials(str(fault["msg"]).removeprefix("Value error, "))
     if fault["type"] == "extra_forbidden":
-        return f"{key}: unknown key of {config_class.__name__}"
+        close = difflib.get_close_matches(field, config_class.model_fields, n=1)
+        return f"{key}: unknown key of {config_class.__name__}" + (f', did you mean "{close[0]}"?' if close else "")
     if fault["type"] == "missing":
         return f"{key}: required"
-    shown = "" if "got " in message or not key else f", got {fault['input']!r}"
-    return f"{key}: {message}{shown}" if key else f"{message}"
+    source = f" (from {origins[field]})" if field in origins else ""
+    is_hidden = "got " in message or not key or is_secret(config_class.model_fields[field])
+    shown = "" if is_hidden else f", got {without_credentials(repr(fault['input']))}"
+    return f"{key}: {message}{shown}{source}" if key else message
+
+
+def without_credentials(text: str) -> str:
+    """The text with the user and password of URLs replaced."""
+    return _URL_CREDENTIALS.sub("//***@", text)
+
+
+def bare_type(annotation: object) -> object:
+    """The annotation without Annotated and without `| None`; str for any other union."""
+    if get_origin(annotation) is Annotated:
+        return bare_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not types.NoneType]
+        return bare_type(members[0]) if len(members) == 1 else str
+    return annotation
+
+
+def is_repeatable(field: FieldInfo) -> bool:
+    """Whether the field holds any number of values."""
+    return get_origin(bare_type(field.annotation)) in (list, tuple, set, frozenset)
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether the value of the field must not be shown."""
+    return bare_type(field.annotation) is SecretStr
+
+
+def has_own_syntax(field: FieldInfo) -> bool:
+    """Whether the field reads text that its type alone does not tell, such as 512MiB."""
+    return any(isinstance(part, BeforeValidator) for part in field.metadata)

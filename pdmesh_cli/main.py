@@ -6,14 +6,16 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration. Roles are importe
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -25,8 +27,10 @@ from node_runtime.errors import BadConfig, NodeError, PortInUse
 from node_runtime.lifecycle import run_node, setup_logging
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import GenerateOptions, PdmeshError
+from pdmesh_cli.config_commands import TAKES_ROLE_OPTIONS, check_files, print_schema, show_values
 from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
 from pdmesh_cli.identity import TOKEN_VARIABLE, identity_of
+from pdmesh_cli.model_download import fetch_to_file
 from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.sim import simulate_mesh
@@ -41,6 +45,7 @@ _NOT_FOR_UP = frozenset({*NodeConfig.model_fields, "model", "served_model_name",
 _DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
 
 ConfigT = TypeVar("ConfigT", PrefillNodeConfig, DecodeNodeConfig, FusedNodeConfig, RouterConfig)
+Parameters = ParamSpec("Parameters")
 
 app = typer.Typer(
     name="pdmesh",
@@ -114,7 +119,7 @@ def _add_role(
 
     def command(config_file: Path | None, **flags: FlagValue) -> None:
         with _reported_failures():
-            config = load_merged(config_type, config_file, flags)
+            config = load_merged(config_type, config_file, flags, os.environ, role=name).config
             alias = alias_name(config.model)
             if alias is not None:
                 path = provide_model(alias, Console(stderr=True))
@@ -189,7 +194,7 @@ def _add_up() -> None:
         node_values = {name: value for name, value in own.items() if name in ComputeNodeConfig.model_fields}
         with _reported_failures():
             # Refused here, by name, instead of by a child.
-            load_merged(ComputeNodeConfig, None, {**node_values, **compute_values})
+            load_merged(ComputeNodeConfig, None, {**node_values, **compute_values}, os.environ)
             # Each value has the type that the signature of `_up_options` gave typer.
             options = _up_options(**own, compute_values=compute_values)  # type: ignore[arg-type]
             asyncio.run(run_up(options, _document_console()))
@@ -300,7 +305,7 @@ def _add_plan() -> None:
             if role not in ROLES:
                 raise BadConfig(f"role: expected one of {', '.join(ROLES)}, got {role!r}")
             path = provide_model(model, Console(stderr=True))
-            config = load_merged(ComputeNodeConfig, None, {**flags, "model": str(path)})
+            config = load_merged(ComputeNodeConfig, None, {**flags, "model": str(path)}, os.environ).config
             report = plan_report(config, ROLES[role])
         _document_console().print(report)
 
@@ -357,6 +362,17 @@ _TlsServerName = Annotated[
         help="Name that the server's certificate must have. Default: the host that is dialled.",
     ),
 ]
+
+
+@app.command("fetch", rich_help_panel=_NODES)
+def _fetch(
+    url: Annotated[str, typer.Argument(metavar="<url>", help="Where the model file is: http:// or https://.")],
+    sha256: Annotated[str, typer.Option(metavar="<hex>", help="SHA-256 of the file; another file is not kept.")],
+    to: Annotated[Path, typer.Option(metavar="<path>", help="Where to put it. Nothing is fetched if it is there.")],
+) -> None:
+    """Download a model file and check it, for nodes that are to find it on a volume."""
+    with _reported_failures():
+        fetch_to_file(url, sha256=sha256, target=to)
 
 
 @app.command("generate", rich_help_panel=_CLIENTS)
@@ -498,6 +514,20 @@ def _version() -> None:
     typer.echo(f"pdmesh {importlib.metadata.version('pdmesh')}")
 
 
+def _reporting(work: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    @functools.wraps(work)
+    def command(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        with _reported_failures():
+            work(*args, **kwargs)
+
+    return command
+
+
+_config_app = typer.Typer(help="Check and show configurations without starting a node.", no_args_is_help=True)
+_config_app.command("check")(_reporting(check_files))
+_config_app.command("show", context_settings=TAKES_ROLE_OPTIONS)(_reporting(show_values))
+_config_app.command("schema")(_reporting(print_schema))
+app.add_typer(_config_app, name="config", rich_help_panel=_NODES)
 app.command("sim", rich_help_panel=_DEVELOPERS)(simulate_mesh)
 
 

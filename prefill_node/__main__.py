@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from node_runtime.engine.command import run_from_file
+from node_runtime.command import run_from_file
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.server import serve
 

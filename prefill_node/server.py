@@ -17,6 +17,7 @@ from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
+from node_runtime.engine.progress import watch_progress
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -53,6 +54,7 @@ class PrefillNode:
     ) -> None:
         """`on_drain` is told why the node is to stop when a caller asked it to."""
         clock = clock or SystemClock()
+        self._clock = clock
         data_plane = core.require_data_plane()
         self._config = config
         self._core = core
@@ -137,6 +139,15 @@ class PrefillNode:
         for line in self._core.describe():
             _log.info("%s", line)
 
+    async def watch_progress(self) -> None:
+        """Keeps the liveness of the node true to its engine, until it is cancelled. Requires `start`."""
+        await watch_progress(
+            self.engine,
+            self._clock,
+            stall_timeout_s=self._config.stall_timeout_s,
+            set_alive=self._server.set_alive,
+        )
+
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         self._is_serving = False
@@ -158,6 +169,7 @@ async def serve(config: PrefillNodeConfig) -> int:
     )
     stop_request = StopRequest()
     nodes: list[PrefillNode] = []
+    watches: list[asyncio.Task[None]] = []
 
     async def start() -> None:
         # Off the event loop, so that a signal is heard while the weights load.
@@ -172,11 +184,14 @@ async def serve(config: PrefillNodeConfig) -> int:
         nodes.append(node)
         await node.start()
         telemetry.serve_metrics(config)
+        watches.append(asyncio.create_task(node.watch_progress()))
         announce_ready(role="prefill", node_id=config.node_id, address=node.address)
 
     async def stop() -> None:
         for node in nodes:
             await node.stop()
+        for watch in watches:
+            watch.cancel()
         await asyncio.to_thread(telemetry.shutdown)
 
     return await run_until_stopped(start, stop, stop_request)

@@ -135,6 +135,7 @@ class RpcServer:
         self._health.add_to(server)
         add_reflection(registrar.service_names, server)
         await self._health.apply(False)
+        await self._health.apply_liveness(True)
         try:
             self._port = self._transport.listen(server, format_address(config.host, config.port))
         except RuntimeError:
@@ -163,6 +164,12 @@ class RpcServer:
         if self._health is None:
             raise RuntimeError("set_serving before start")
         self._health.set_serving(is_serving)
+
+    def set_alive(self, is_alive: bool) -> None:
+        """Sets the liveness of the node, which is true from `start` on and which draining does not touch."""
+        if self._health is None:
+            raise RuntimeError("set_alive before start")
+        self._health.set_alive(is_alive)
 
     async def begin_drain(self) -> None:
         """Refuses new calls and is NOT_SERVING from now on; those who watch have been told when it returns. Questions

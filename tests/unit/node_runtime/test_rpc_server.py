@@ -19,6 +19,7 @@ from pdmesh.v1 import decode_pb2, handoff_pb2, mesh_pb2, mesh_pb2_grpc
 from node_runtime import errors
 from node_runtime.config import NodeConfig
 from node_runtime.rpc import RpcContext, RpcServer, Telemetry, connect
+from node_runtime.rpc.health import LIVENESS_SERVICE
 from tests.unit.node_runtime.probe_service import (
     FixedReporter,
     Probe,
@@ -328,6 +329,26 @@ async def test_health_says_not_serving_until_the_node_says_otherwise() -> None:
     async with serving() as probe, grpc.aio.insecure_channel(probe.address) as raw:
         reply = await health_pb2_grpc.HealthStub(raw).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_node_that_does_not_serve_or_drains_is_alive_until_it_is_said_not_to_be() -> None:
+    async with serving() as probe, grpc.aio.insecure_channel(probe.address) as raw:
+        stub = health_pb2_grpc.HealthStub(raw)
+
+        async def statuses() -> list[str]:
+            replies = [
+                await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                for service in ("", LIVENESS_SERVICE)
+            ]
+            return [health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status) for reply in replies]
+
+        assert await statuses() == ["NOT_SERVING", "SERVING"]
+        probe.server.set_serving(True)
+        await probe.server.begin_drain()
+        probe.server.set_serving(True)
+        assert await statuses() == ["NOT_SERVING", "SERVING"]
+        probe.server.set_alive(False)
+        assert await statuses() == ["NOT_SERVING", "NOT_SERVING"]
 
 
 async def test_a_health_watcher_outlives_the_default_deadline_and_does_not_hold_up_a_stop() -> None:

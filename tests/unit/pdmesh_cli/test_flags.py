@@ -1,4 +1,4 @@
-"""Options and files from pydantic models: names, precedence, refusals."""
+"""Options from pydantic models: names, types, precedence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import pytest
 import typer
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr
 from typer.testing import CliRunner
 
 from node_runtime.errors import BadConfig
-from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, config_parameters, flags_for, merged_values, read_config_file
+from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, config_parameters, flags_for, layers_of
 
 
 def _size(value: object) -> object:
@@ -30,7 +30,12 @@ class Settings(BaseModel):
     limit: int | None = Field(default=None, description="Limit. Default: none.")
 
 
-def _parsed(*arguments: str) -> dict[str, object]:
+def _merged(config_file: Path | None, flags: dict[str, object], environment: dict[str, str]) -> dict[str, object]:
+    layers = layers_of(Settings, config_file, flags, environment)  # type: ignore[arg-type]
+    return {name: given.value for layer in layers for name, given in layer.items()}
+
+
+def _parsed(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, object]:
     """What a command whose options come from Settings receives."""
     received: dict[str, object] = {}
 
@@ -46,7 +51,7 @@ def _parsed(*arguments: str) -> dict[str, object]:
     assert result.exit_code == 0, result.output
     config_file = received.pop("config_file")
     assert config_file is None or isinstance(config_file, Path)
-    return merged_values(Settings, config_file, received)  # type: ignore[arg-type]
+    return _merged(config_file, received, environment or {})
 
 
 def test_only_options_that_were_given_reach_the_configuration() -> None:
@@ -75,46 +80,32 @@ def test_an_alias_is_a_flag_and_a_file_key(tmp_path: Path) -> None:
 
 def test_an_alias_beside_its_field_is_refused() -> None:
     with pytest.raises(BadConfig, match='option "max_num_seqs" repeats "max_batch_size"'):
-        merged_values(Settings, None, {"max_batch_size": 1, "max_num_seqs": 2})
+        _merged(None, {"max_batch_size": 1, "max_num_seqs": 2}, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("c.yaml", "model: m\nratio: 0.1\n"), ("c.json", '{"model": "m", "ratio": 0.1}')]
-)
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path, name: str, text: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    assert _parsed("--config", str(file), "--ratio", "0.9") == {"model": "m", "ratio": 0.9}
-
-
-def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("# nothing yet\n")
-    assert read_config_file(file, Settings) == {}
+    file.write_text("model: m\nratio: 0.1\nlimit: 1\n")
+    environment = {"PDMESH_RATIO": "0.2", "PDMESH_LIMIT": "2"}
+    given = _parsed("--config", str(file), "--ratio", "0.9", environment=environment)
+    assert given == {"model": "m", "ratio": 0.9, "limit": "2"}
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("max_bach_size: 3\n", 'key "max_bach_size" is unknown, did you mean "max_batch_size"?'),
-        ("zzz: 3\n", 'key "zzz" is unknown; known keys: cache, limit, max_batch_size'),
-        ("max_batch_size: 3\nmax-num-seqs: 4\n", 'key "max_num_seqs" repeats "max_batch_size"'),
-        ("- a\n", "the top level must map keys to values, found list"),
-        ("a: [\n", "while parsing"),
-    ],
-)
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+def test_every_value_knows_where_it_was_given(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(BadConfig) as refusal:
-        read_config_file(file, Settings)
-    assert str(file) in str(refusal.value)
-    assert complaint in str(refusal.value)
+    file.write_text("model: m\n")
+    layers = layers_of(Settings, file, {"max_num_seqs": 3}, {"PDMESH_RATIO": "0.2"})
+    origins = {name: given.origin for layer in layers for name, given in layer.items()}
+    assert origins == {"model": str(file), "ratio": "PDMESH_RATIO", "max_batch_size": "--max-num-seqs"}
 
 
-def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match=r"none\.yaml"):
-        read_config_file(tmp_path / "none.yaml", Settings)
+def test_a_secret_has_no_option() -> None:
+    class WithSecret(BaseModel):
+        user: str = Field(default="", description="Who.")
+        token: SecretStr = Field(default=SecretStr(""), description="Proof.")
+
+    names = [parameter.name for parameter in config_parameters(WithSecret, panel_of=lambda name: None)]
+    assert names == ["user"]
 
 
 def test_values_become_the_flags_that_give_them_again() -> None:

@@ -24,6 +24,10 @@ _COMMANDS = (
     "generate",
     "status",
     "drain",
+    "config check",
+    "config show",
+    "config schema",
+    "fetch",
     "version",
     "sim",
 )
@@ -46,7 +50,7 @@ def _help(command: str) -> str:
 
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_the_help_of_every_command_is_as_recorded(command: str) -> None:
-    golden = _GOLDEN / f"help_{command or 'pdmesh'}.txt"
+    golden = _GOLDEN / f"help_{(command or 'pdmesh').replace(' ', '_')}.txt"
     text = _help(command)
     if os.environ.get("PDMESH_UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")
