@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 import yaml
 from pydantic import SecretStr
@@ -67,7 +66,9 @@ def resolve_file(path: Path, role: str, environment: Mapping[str, str]) -> Resol
 def resolve_arguments(
     role: str, config_file: Path | None, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Resolved[NodeConfig]:
-    """What `pdmesh ROLE --config FILE ARGUMENTS` would run with. Raises BadConfig, also for unknown options."""
+    """What `pdmesh ROLE --config FILE ARGUMENTS` would run with. Raises BadConfig; an option that the
+    role does not have ends as on its own command line.
+    """
     config_type = config_type_of(role)
     parsed = _parse_options(role, config_type, arguments)
     return load_merged(config_type, config_file or parsed.config_file, parsed.flags, environment, role=role)
@@ -92,10 +93,7 @@ def _parse_options(role: str, config_type: type[NodeConfig], arguments: Sequence
     command.__annotations__ = {}
     parser = typer.Typer(add_completion=False)
     parser.command(add_help_option=False)(command)
-    try:
-        typer.main.get_command(parser).main([*arguments], prog_name=f"pdmesh {role}", standalone_mode=False)
-    except click.ClickException as error:
-        raise BadConfig(error.format_message()) from None
+    typer.main.get_command(parser).main([*arguments], prog_name=f"pdmesh {role}", standalone_mode=False)
     return parsed[0]
 
 

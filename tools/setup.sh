@@ -129,6 +129,11 @@ if [ "$installed" != "$wanted" ] && [ "$installed" != "$dev_wanted" ]; then
   echo "$wanted" >$venv/.installed
 fi
 
+if [ "$profile" = dev ] && [ ! -x $venv/bin/helm ]; then
+  step "installing helm, which the chart is tested with"
+  logged $venv/bin/python tools/install_helm.py $venv/bin
+fi
+
 # Native code, generated protos and package metadata; Python sources are used in place.
 sources=$({ find CMakeLists.txt pyproject.toml protos scheduler_core/CMakeLists.txt scheduler_core/csrc scheduler_core/bindings \
               cache_runtime/CMakeLists.txt cache_runtime/transfer/csrc model_runtime/kernels -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-64)

@@ -1,0 +1,36 @@
+{{/* The configuration file of a node: what the chart decides, then what the user gave. */}}
+
+{{- define "pdmesh.modelPath" -}}
+{{- $source := .Values.model.source -}}
+{{- if $source.alias -}}{{ $source.alias }}
+{{- else if $source.pvc -}}/models/{{ $source.pvc.path }}
+{{- else if $source.image -}}/models/{{ $source.image.path }}
+{{- else -}}/models/{{ base $source.url.url }}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes (dict "root" $ "role" ROLE "config" CONFIG). */}}
+{{- define "pdmesh.nodeConfig" -}}
+{{- $root := .root -}}
+{{- $own := dict "role" .role "model" (include "pdmesh.modelPath" $root) "host" $root.Values.listenHost "port" (int $root.Values.ports.grpc) -}}
+{{- with $root.Values.model.name -}}{{- $_ := set $own "served_model_name" . -}}{{- end -}}
+{{- with $root.Values.telemetry.otlpEndpoint -}}{{- $_ := set $own "otlp_endpoint" . -}}{{- end -}}
+{{- if eq .role "router" -}}
+{{- range $role := list "prefill" "decode" "fused" -}}
+{{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role) | fromJson).items -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .role "decode" -}}
+{{- $_ := set $own "prefill" (include "pdmesh.addresses" (dict "root" $root "role" "prefill") | fromJson).items -}}
+{{- end -}}
+{{- if has .role (list "prefill" "decode") -}}
+{{- $_ := set $own "data_plane_port" (int $root.Values.ports.dataPlane) -}}
+{{- if $root.Values.dataPlaneTls.enabled -}}
+{{- $_ := set $own "data_plane_tls_cert" "/etc/pdmesh-tls/tls.crt" -}}
+{{- $_ := set $own "data_plane_tls_key" "/etc/pdmesh-tls/tls.key" -}}
+{{- $_ := set $own "data_plane_tls_ca" "/etc/pdmesh-tls/ca.crt" -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (int .gpus) 0 -}}{{- $_ := set $own "device" "cuda" -}}{{- end -}}
+{{- mergeOverwrite $own (deepCopy .config) | toYaml -}}
+{{- end -}}

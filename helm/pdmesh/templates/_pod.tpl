@@ -1,0 +1,234 @@
+{{/* What the pods of all roles have in common. Each takes (dict "root" $ "role" ROLE "pool" POOL "name" NAME "values" VALUES). */}}
+
+{{- define "pdmesh.podMetadata" -}}
+{{- $root := .root -}}
+labels:
+  {{- include "pdmesh.labels" $root | nindent 2 }}
+  {{- include "pdmesh.componentLabels" . | nindent 2 }}
+  {{- range $key, $value := mergeOverwrite (deepCopy $root.Values.podLabels) (.values.podLabels | default dict) }}
+  {{ $key }}: {{ $value | quote }}
+  {{- end }}
+annotations:
+  # A node reads its file at start: another file, another node.
+  pdmesh.io/config-checksum: {{ include "pdmesh.nodeConfig" (dict "root" $root "role" .role "config" .values.config "gpus" (.values.gpus | default 0)) | sha256sum }}
+  {{- range $key, $value := mergeOverwrite (deepCopy $root.Values.podAnnotations) (.values.podAnnotations | default dict) }}
+  {{ $key }}: {{ $value | quote }}
+  {{- end }}
+{{- end -}}
+
+{{- define "pdmesh.scheduling" -}}
+{{- $root := .root -}}
+{{- $scheduling := mergeOverwrite (deepCopy $root.Values.scheduling) (.values.scheduling | default dict) -}}
+{{- with $scheduling.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $scheduling.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $scheduling.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $scheduling.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - topologyKey: {{ .topologyKey }}
+    maxSkew: {{ .maxSkew | default 1 }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
+    labelSelector:
+      matchLabels:
+        {{- include "pdmesh.selectorLabels" $root | nindent 8 }}
+        {{- include "pdmesh.componentLabels" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "pdmesh.podSpec" -}}
+{{- $root := .root -}}
+{{- $values := .values -}}
+{{- $source := $root.Values.model.source -}}
+{{- $isCompute := ne .role "router" -}}
+{{- $usesTls := and $root.Values.dataPlaneTls.enabled (has .role (list "prefill" "decode")) -}}
+{{- $usesHugePages := and $isCompute $values.hugePages.amount -}}
+serviceAccountName: {{ include "pdmesh.serviceAccountName" $root }}
+automountServiceAccountToken: false
+# A Service called pdmesh would otherwise become PDMESH_PORT in the environment of every pod.
+enableServiceLinks: false
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+terminationGracePeriodSeconds: {{ include "pdmesh.terminationSeconds" . }}
+{{- include "pdmesh.scheduling" . }}
+{{- if $source.url }}
+initContainers:
+  - name: fetch-model
+    image: {{ include "pdmesh.image" $root }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    args: [fetch, {{ $source.url.url | quote }}, --sha256, {{ $source.url.sha256 | quote }}, --to, {{ include "pdmesh.modelPath" $root | quote }}]
+    securityContext: {{- include "pdmesh.containerSecurity" (dict "lockMemory" false) | nindent 6 }}
+    resources: {{- toYaml $values.resources | nindent 6 }}
+    volumeMounts:
+      - {name: models, mountPath: /models}
+      - {name: tmp, mountPath: /tmp}
+{{- end }}
+containers:
+  - name: {{ .role }}
+    image: {{ include "pdmesh.image" $root }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    args: [{{ .role }}, --config, /etc/pdmesh/node.yaml]
+    env:
+      {{- include "pdmesh.environment" . | nindent 6 }}
+    ports:
+      - {name: grpc, containerPort: {{ $root.Values.ports.grpc }}}
+      {{- if has .role (list "prefill" "decode") }}
+      - {name: data-plane, containerPort: {{ $root.Values.ports.dataPlane }}}
+      {{- end }}
+    {{- include "pdmesh.probes" . | nindent 4 }}
+    {{- if not $isCompute }}
+    lifecycle:
+      preStop:
+        sleep: {seconds: {{ $root.Values.router.preStopSleepSeconds }}}
+    {{- end }}
+    securityContext: {{- include "pdmesh.containerSecurity" (dict "lockMemory" (and $isCompute $values.rdma.resource)) | nindent 6 }}
+    resources: {{- include "pdmesh.resources" . | nindent 6 }}
+    volumeMounts:
+      - {name: config, mountPath: /etc/pdmesh, readOnly: true}
+      - {name: tmp, mountPath: /tmp}
+      {{- if $source.alias }}
+      - {name: cache, mountPath: /cache}
+      {{- else }}
+      - {name: models, mountPath: /models, readOnly: true}
+      {{- end }}
+      {{- if $usesTls }}
+      - {name: tls, mountPath: /etc/pdmesh-tls, readOnly: true}
+      {{- end }}
+      {{- if $usesHugePages }}
+      - {name: huge-pages, mountPath: /dev/hugepages}
+      {{- end }}
+volumes:
+  - name: config
+    configMap:
+      name: {{ .name }}
+  - name: tmp
+    emptyDir: {}
+  {{- if $source.alias }}
+  - name: cache
+    emptyDir: {}
+  {{- else if $source.pvc }}
+  - name: models
+    persistentVolumeClaim:
+      claimName: {{ $source.pvc.claimName }}
+      readOnly: true
+  {{- else if $source.image }}
+  - name: models
+    image:
+      reference: {{ $source.image.reference }}
+      pullPolicy: {{ $source.image.pullPolicy | default "IfNotPresent" }}
+  {{- else }}
+  - name: models
+    emptyDir: {}
+  {{- end }}
+  {{- if $usesTls }}
+  - name: tls
+    secret:
+      secretName: {{ default (printf "%s-data-plane" (include "pdmesh.fullname" $root)) $root.Values.dataPlaneTls.secretName }}
+      defaultMode: 0440
+  {{- end }}
+  {{- if $usesHugePages }}
+  - name: huge-pages
+    emptyDir:
+      medium: HugePages-{{ $values.hugePages.pageSize }}
+  {{- end }}
+{{- end -}}
+
+{{- define "pdmesh.terminationSeconds" -}}
+{{- $drain := int (include "pdmesh.drainSeconds" .values.config) -}}
+{{- $sleep := ternary (int .root.Values.router.preStopSleepSeconds) 0 (eq .role "router") -}}
+{{- add $drain $sleep (int .root.Values.terminationMarginSeconds) -}}
+{{- end -}}
+
+{{/* What differs from pod to pod, and what the file cannot know. */}}
+{{- define "pdmesh.environment" -}}
+- name: PDMESH_NODE_ID
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+- name: HOME
+  value: /tmp
+- name: XDG_CACHE_HOME
+  value: {{ ternary "/cache" "/tmp/cache" (hasKey .root.Values.model.source "alias") }}
+{{- if ne .role "router" }}
+- name: PDMESH_ADVERTISE_HOST
+  value: $(PDMESH_NODE_ID).{{ include "pdmesh.poolDomain" . }}
+{{- /* The kubelet knows what a quota leaves of the machine, the node does not. */}}
+{{- if and (not (hasKey .values.config "num_threads")) (eq (int (default 1 .values.config.tensor_parallel)) 1) }}
+- name: PDMESH_NUM_THREADS
+  valueFrom:
+    resourceFieldRef: {containerName: {{ .role }}, resource: limits.cpu, divisor: "1"}
+{{- end }}
+- name: OMP_WAIT_POLICY
+  value: PASSIVE
+{{- end }}
+{{- with .root.Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- with .values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "pdmesh.probes" -}}
+{{- $probes := mergeOverwrite (deepCopy .root.Values.probes) (.values.probes | default dict) -}}
+{{- $port := int .root.Values.ports.grpc -}}
+# The port opens when the model is loaded.
+startupProbe:
+  grpc: {port: {{ $port }}, service: pdmesh.liveness}
+  periodSeconds: 5
+  timeoutSeconds: {{ $probes.timeoutSeconds }}
+  failureThreshold: {{ div (add (int $probes.startupSeconds) 4) 5 }}
+# Knows about peers and drains.
+readinessProbe:
+  grpc: {port: {{ $port }}}
+  periodSeconds: {{ $probes.readinessPeriodSeconds }}
+  timeoutSeconds: {{ $probes.timeoutSeconds }}
+  failureThreshold: 2
+# Knows about progress, and of nothing that a restart would not mend.
+livenessProbe:
+  grpc: {port: {{ $port }}, service: pdmesh.liveness}
+  periodSeconds: {{ $probes.livenessPeriodSeconds }}
+  timeoutSeconds: {{ $probes.timeoutSeconds }}
+  failureThreshold: {{ $probes.livenessFailureThreshold }}
+{{- end -}}
+
+{{- define "pdmesh.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- if .lockMemory }}
+  # RDMA pins the memory that it reaches.
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{- define "pdmesh.resources" -}}
+{{- $resources := deepCopy (.values.resources | default dict) -}}
+{{- if ne .role "router" -}}
+{{- $extra := dict -}}
+{{- if gt (int .values.gpus) 0 -}}{{- $_ := set $extra .values.gpuResource (int .values.gpus) -}}{{- end -}}
+{{- with .values.rdma -}}
+{{- if .resource -}}{{- $_ := set $extra .resource (int (.count | default 1)) -}}{{- end -}}
+{{- end -}}
+{{- with .values.hugePages -}}
+{{- if .amount -}}{{- $_ := set $extra (printf "hugepages-%s" .pageSize) .amount -}}{{- end -}}
+{{- end -}}
+{{- $_ := set $resources "requests" (mergeOverwrite (deepCopy ($resources.requests | default dict)) (deepCopy $extra)) -}}
+{{- $_ := set $resources "limits" (mergeOverwrite (deepCopy ($resources.limits | default dict)) (deepCopy $extra)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

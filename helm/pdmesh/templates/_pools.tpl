@@ -1,0 +1,87 @@
+{{/* The pools as they are after defaults, and the addresses of their nodes. */}}
+
+{{/* All pools as JSON: a list of {role, pool, name, replicas, maxReplicas, values}. */}}
+{{- define "pdmesh.pools" -}}
+{{- $root := . -}}
+{{- $pools := list -}}
+{{- range $role := list "prefill" "decode" "fused" -}}
+{{- range $pool, $own := (get $root.Values (printf "%sPools" $role)) -}}
+{{- $values := mergeOverwrite (deepCopy $root.Values.poolDefaults) (deepCopy ($own | default dict)) -}}
+{{- $replicas := int $values.replicas -}}
+{{- $most := $replicas -}}
+{{- if $values.autoscaling.enabled -}}{{- $most = int $values.autoscaling.maxReplicas -}}{{- end -}}
+{{- $name := include "pdmesh.poolName" (dict "root" $root "role" $role "pool" $pool) -}}
+{{- $pools = append $pools (dict "role" $role "pool" $pool "name" $name "replicas" $replicas "maxReplicas" $most "values" $values) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "items" $pools | toJson -}}
+{{- end -}}
+
+{{/* Where nodes of one role can be reached, as JSON: {"items": [host:port]}. With autoscaling, all that there may ever be. */}}
+{{- define "pdmesh.addresses" -}}
+{{- $root := .root -}}
+{{- $role := .role -}}
+{{- $addresses := list -}}
+{{- range $entry := (include "pdmesh.pools" $root | fromJson).items -}}
+{{- if eq $entry.role $role -}}
+{{- range $index := until (int $entry.maxReplicas) -}}
+{{- $domain := include "pdmesh.poolDomain" (dict "root" $root "name" $entry.name) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%s:%d" $entry.name $index $domain (int $root.Values.ports.grpc)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- dict "items" $addresses | toJson -}}
+{{- end -}}
+
+{{- define "pdmesh.poolDomain" -}}
+{{- printf "%s.%s.svc.%s" .name .root.Release.Namespace .root.Values.clusterDomain -}}
+{{- end -}}
+
+{{/* Seconds of a drain: what the configuration of a node says, else the default of pdmesh. */}}
+{{- define "pdmesh.drainSeconds" -}}
+{{- ternary (get . "drain_grace_s") 30 (hasKey . "drain_grace_s") | ceil | int -}}
+{{- end -}}
+
+{{/* Refuses what no node or no mesh could run, where the schema cannot say it. */}}
+{{- define "pdmesh.validate" -}}
+{{- $pools := (include "pdmesh.pools" . | fromJson).items -}}
+{{- range $entry := $pools -}}
+{{- $where := printf "%sPools.%s" $entry.role $entry.pool -}}
+{{- $values := $entry.values -}}
+{{- if gt (len $entry.name) 52 -}}
+{{- fail (printf "%s: its pods would be called %s, %d characters; give the release or the pool a shorter name, at most 52" $where $entry.name (len $entry.name)) -}}
+{{- end -}}
+{{- if and (gt (int $values.gpus) 0) (ne $entry.role "fused") -}}
+{{- fail (printf "%s.gpus: %d given, but only fused nodes compute on CUDA; the data planes move host memory" $where (int $values.gpus)) -}}
+{{- end -}}
+{{- $ranks := int (default 1 $values.config.tensor_parallel) -}}
+{{- if and (gt (int $values.gpus) 0) (gt $ranks 1) -}}
+{{- fail (printf "%s: gpus=%d with config.tensor_parallel=%d, but tensor ranks compute on CPUs" $where (int $values.gpus) $ranks) -}}
+{{- end -}}
+{{- if and $values.autoscaling.enabled (gt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling: minReplicas=%d must not exceed maxReplicas=%d" $where (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- range $other := $pools -}}
+{{- if and (eq $entry.role "prefill") (eq $other.role "decode") -}}
+{{- $theirs := int (default 1 $other.values.config.tensor_parallel) -}}
+{{- if not (or (eq (mod $ranks $theirs) 0) (eq (mod $theirs $ranks) 0)) -}}
+{{- fail (printf "%s.config.tensor_parallel=%d and decodePools.%s.config.tensor_parallel=%d: one must divide the other" $where $ranks $other.pool $theirs) -}}
+{{- end -}}
+{{- range $key := list "dtype" "prefix_granularity" "weight_version" -}}
+{{- $ours := get $values.config $key -}}
+{{- $theirValue := get $other.values.config $key -}}
+{{- if ne (toString $ours) (toString $theirValue) -}}
+{{- fail (printf "%s.config.%s=%v and decodePools.%s.config.%s=%v: the caches of nodes that differ in this do not fit together; set it under poolDefaults.config" $where $key (default "(default)" $ours) $other.pool $key (default "(default)" $theirValue)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.model.source.image (semverCompare "<1.33.0-0" .Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "model.source.image: image volumes need Kubernetes 1.33, this is %s" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- $tls := .Values.dataPlaneTls -}}
+{{- if and $tls.enabled (not $tls.secretName) (not $tls.certManager.issuerRef) -}}
+{{- fail "dataPlaneTls: give secretName, or certManager.issuerRef" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,384 @@
+"""What the chart makes: objects that Kubernetes takes, nodes that start with what they are given, fences that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import typer
+from support.helm_chart import (
+    CHART,
+    WORKLOAD_KINDS,
+    Manifest,
+    StartedContainer,
+    lets_through,
+    named,
+    of_kind,
+    pod_template,
+    render,
+    run_helm,
+    selects,
+    started_containers,
+)
+
+from node_runtime.config import NodeConfig
+from node_runtime.rpc.health import LIVENESS_SERVICE
+from pdmesh_cli.config_commands import ROLE_CONFIGS, resolve_arguments
+from pdmesh_cli.main import app
+
+_SHA256 = "0" * 64
+_CPU_METRIC = {
+    "type": "Resource",
+    "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}},
+}
+# Everything that can be switched on beside one another.
+_EVERYTHING: Mapping[str, object] = {
+    "image": {"digest": f"sha256:{_SHA256}"},
+    "imagePullSecrets": [{"name": "pull"}],
+    "model": {"name": "m", "source": {"url": {"url": "https://models/m.gguf", "sha256": _SHA256}}},
+    "telemetry": {"otlpEndpoint": "http://collector:4317"},
+    "router": {"replicas": 3, "config": {"drain_grace_s": 120, "max_live_requests": 4096}},
+    "poolDefaults": {"config": {"dtype": "bfloat16", "max_message_bytes": 4294967}},
+    "prefillPools": {
+        "default": None,
+        "large": {
+            "replicas": 2,
+            "config": {"memory": "64GiB", "tensor_parallel": 2, "drain_grace_s": 0},
+            "rdma": {"resource": "rdma/hca", "count": 1},
+            "hugePages": {"pageSize": "1Gi", "amount": "8Gi"},
+        },
+        "small": {"autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3, "metrics": [_CPU_METRIC]}},
+    },
+    "decodePools": {
+        "default": {"config": {"memory": 8589934592, "local_prefill": "fallback", "drain_grace_s": 600.5}},
+        "wide": {"replicas": 2, "config": {"tensor_parallel": 4, "num_threads": 7}},
+    },
+    "fusedPools": {
+        "spare": {"gpus": 1, "scheduling": {"nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]}}
+    },
+    "scheduling": {"affinity": {"podAntiAffinity": {}}, "priorityClassName": "high", "runtimeClassName": "runc"},
+    "podLabels": {"team": "llm"},
+    "podAnnotations": {"note": "1"},
+    "extraEnv": [{"name": "GLOO_SOCKET_IFNAME", "value": "eth0"}],
+    "dataPlaneTls": {"enabled": True, "certManager": {"issuerRef": {"name": "ca", "kind": "Issuer"}}},
+    "serviceAccount": {"annotations": {"role": "x"}},
+}
+_SHAPES: Mapping[str, Mapping[str, object]] = {
+    "as it comes": {},
+    "everything": _EVERYTHING,
+    "fused alone": {
+        "prefillPools": {"default": None},
+        "decodePools": {"default": None},
+        "fusedPools": {"all": {"replicas": 2}},
+    },
+    "model on a volume": {
+        "model": {"source": {"alias": None, "pvc": {"claimName": "models", "path": "llama/m.gguf"}}},
+        "dataPlaneTls": {"enabled": True, "secretName": "given"},
+        "serviceAccount": {"create": False},
+    },
+    "model in an image": {
+        "model": {"source": {"alias": None, "image": {"reference": "models/m:1", "path": "m.gguf"}}},
+        "networkPolicy": {"enabled": False},
+        "podDisruptionBudget": {"enabled": False},
+    },
+}
+_SHAPES["everything"]["model"]["source"]["alias"] = None  # type: ignore[index]
+_NOT_OF_KUBERNETES = ("cert-manager.io/v1", "monitoring.coreos.com/v1")
+every_shape = pytest.mark.parametrize("shape", _SHAPES)
+
+
+def _workloads(manifests: list[Manifest]) -> list[Manifest]:
+    return of_kind(manifests, *WORKLOAD_KINDS)
+
+
+def _config_of(container: StartedContainer, directory: Path) -> NodeConfig:
+    """What the node in the container would run with."""
+    role, option, path = container.arguments
+    assert option == "--config"
+    file = directory / "node.yaml"
+    file.write_text(container.files[path], encoding="utf-8")
+    return resolve_arguments(role, file, [], container.environment).config
+
+
+def _configs(manifests: list[Manifest], directory: Path) -> dict[str, NodeConfig]:
+    """By node id."""
+    nodes = [started for started in started_containers(manifests) if started.arguments[0] in ROLE_CONFIGS]
+    return {config.node_id: config for config in (_config_of(node, directory) for node in nodes)}
+
+
+def test_the_chart_passes_its_linter() -> None:
+    assert "0 chart(s) failed" in run_helm("lint", "--strict", str(CHART))
+
+
+@pytest.mark.parametrize(
+    ("shape", "version"), [("everything", "1.30"), ("everything", "1.37"), ("model in an image", "1.37")]
+)
+def test_kubernetes_takes_every_object(shape: str, version: str) -> None:
+    manifests = render(_SHAPES[shape], kube_version=f"{version}.0")
+    assert len(manifests) > 5
+    for manifest in manifests:
+        if manifest["apiVersion"] not in _NOT_OF_KUBERNETES:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@every_shape
+def test_every_node_starts_with_what_it_is_given(shape: str, tmp_path: Path) -> None:
+    manifests = render(_SHAPES[shape])
+    configs = _configs(manifests, tmp_path)
+    assert len(configs) == len(_workloads(manifests))
+    for node_id, config in configs.items():
+        assert f"-{config.role_name}-" in node_id
+        assert (config.host, config.port) == ("0.0.0.0", 7700)
+
+
+@every_shape
+def test_every_other_command_has_the_options_that_it_is_given(shape: str) -> None:
+    commands = typer.main.get_command(app)
+    seen = set()
+    for started in started_containers(render(_SHAPES[shape])):
+        name, *arguments = started.arguments
+        if name not in ROLE_CONFIGS:
+            # Raises for anything that the command would not take.
+            commands.commands[name].make_context(name, list(arguments))
+            seen.add(name)
+    assert seen == ({"generate", "fetch"} if shape == "everything" else {"generate"})
+
+
+def test_values_reach_the_nodes_they_are_meant_for(tmp_path: Path) -> None:
+    configs = _configs(render(_EVERYTHING), tmp_path)
+    large = dict(configs["mesh-pdmesh-prefill-large-0"])
+    default = dict(configs["mesh-pdmesh-decode-default-0"])
+    wide = dict(configs["mesh-pdmesh-decode-wide-0"])
+    spare = dict(configs["mesh-pdmesh-fused-spare-0"])
+    assert (large["memory"], large["tensor_parallel"], large["dtype"]) == (64 * 2**30, 2, "bfloat16")
+    assert (default["memory"], default["max_message_bytes"], default["drain_grace_s"]) == (8 * 2**30, 4294967, 600.5)
+    # Ranks share what there is, and who names a number of threads gets it; the rest gets the limit of the container.
+    assert (large["num_threads"], wide["num_threads"], default["num_threads"]) == (None, 7, 3)
+    assert (spare["device"], large["device"]) == ("cuda", "cpu")
+    assert (spare["otlp_endpoint"], spare["served_model_name"]) == ("http://collector:4317", "m")
+    assert {dict(config)["model"] for config in configs.values()} == {"/models/m.gguf"}
+
+
+def test_nodes_are_listed_where_they_can_be_reached(tmp_path: Path) -> None:
+    manifests = render(_EVERYTHING)
+    configs = _configs(manifests, tmp_path)
+
+    def addresses(role: str, pool: str, count: int) -> list[str]:
+        name = f"mesh-pdmesh-{role}-{pool}"
+        service = named(manifests, "Service", name)
+        assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+        assert named(manifests, "StatefulSet", name)["spec"]["serviceName"] == name
+        return [f"{name}-{index}.{name}.serving.svc.cluster.local:7700" for index in range(count)]
+
+    router = dict(next(config for config in configs.values() if config.role_name == "router"))
+    # The pool that scales is listed as large as it may get.
+    prefill = {*addresses("prefill", "large", 2), *addresses("prefill", "small", 3)}
+    assert set(router["prefill"]) == prefill
+    assert set(router["decode"]) == {*addresses("decode", "default", 1), *addresses("decode", "wide", 2)}
+    assert set(router["fused"]) == set(addresses("fused", "spare", 1))
+    decode = configs["mesh-pdmesh-decode-wide-0"]
+    assert set(dict(decode)["prefill"]) == prefill
+    assert f"{decode.advertise_host}:7700" in router["decode"]
+
+
+@every_shape
+def test_probes_ask_what_nodes_answer(shape: str) -> None:
+    for workload in _workloads(render(_SHAPES[shape])):
+        (container,) = pod_template(workload)["spec"]["containers"]
+        asked = {name: container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
+        assert asked == {
+            "startup": {"port": 7700, "service": LIVENESS_SERVICE},
+            "readiness": {"port": 7700},
+            "liveness": {"port": 7700, "service": LIVENESS_SERVICE},
+        }
+
+
+@every_shape
+def test_kubernetes_waits_longer_than_a_node_may_drain(shape: str, tmp_path: Path) -> None:
+    manifests = render(_SHAPES[shape])
+    configs = _configs(manifests, tmp_path)
+    for workload in _workloads(manifests):
+        spec = pod_template(workload)["spec"]
+        (container,) = spec["containers"]
+        hook = container.get("lifecycle", {}).get("preStop", {})
+        is_router = workload["kind"] == "Deployment"
+        assert hook == ({"sleep": {"seconds": 5}} if is_router else {})
+        config = configs[f"{workload['metadata']['name']}-0"]
+        slept_s = 5 if is_router else 0
+        assert spec["terminationGracePeriodSeconds"] >= config.drain_grace_s + slept_s + 10
+
+
+@every_shape
+def test_pods_have_no_more_rights_than_they_need(shape: str) -> None:
+    manifests = render(_SHAPES[shape])
+    pods = [pod_template(workload) for workload in _workloads(manifests)] + of_kind(manifests, "Pod")
+    for pod in pods:
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert (spec["securityContext"]["runAsNonRoot"], spec["securityContext"]["runAsUser"]) == (True, 10001)
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            rights = container["securityContext"]
+            assert (rights["readOnlyRootFilesystem"], rights["allowPrivilegeEscalation"]) == (True, False)
+            assert rights["capabilities"]["drop"] == ["ALL"]
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_special_resources_are_asked_for_where_they_were_wanted() -> None:
+    manifests = render(_EVERYTHING)
+    containers = {
+        workload["metadata"]["name"]: pod_template(workload)["spec"]["containers"][0]
+        for workload in _workloads(manifests)
+    }
+    large = containers["mesh-pdmesh-prefill-large"]
+    for amounts in large["resources"].values():
+        assert (amounts["rdma/hca"], amounts["hugepages-1Gi"], amounts["memory"]) == (1, "8Gi", "3Gi")
+    assert large["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert containers["mesh-pdmesh-fused-spare"]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    plain = containers["mesh-pdmesh-prefill-small"]
+    assert set(plain["resources"]["limits"]) == {"memory"}
+    assert plain["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@every_shape
+def test_selectors_find_the_pods_of_their_own_workload_alone(shape: str) -> None:
+    manifests = render(_SHAPES[shape])
+    labels = {
+        workload["metadata"]["name"]: pod_template(workload)["metadata"]["labels"] for workload in _workloads(manifests)
+    }
+    selectors = [(manifest["metadata"]["name"], manifest["spec"]["selector"]) for manifest in _workloads(manifests)]
+    selectors += [
+        (manifest["metadata"]["name"], {"matchLabels": manifest["spec"]["selector"]})
+        for manifest in of_kind(manifests, "Service")
+    ]
+    budgets = of_kind(manifests, "PodDisruptionBudget")
+    selectors += [(budget["metadata"]["name"], budget["spec"]["selector"]) for budget in budgets]
+    for owner, selector in selectors:
+        assert [name for name in labels if selects(selector, labels[name])] == [owner]
+    assert len(budgets) == (0 if shape == "model in an image" else len(labels))
+
+
+def test_the_pool_that_scales_leaves_its_size_to_the_autoscaler() -> None:
+    manifests = render(_EVERYTHING)
+    (scaler,) = of_kind(manifests, "HorizontalPodAutoscaler")
+    target = named(manifests, "StatefulSet", scaler["spec"]["scaleTargetRef"]["name"])
+    assert "replicas" not in target["spec"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (1, 3)
+    assert scaler["spec"]["metrics"] == [_CPU_METRIC]
+
+
+def test_only_those_who_must_reach_a_port_do() -> None:
+    manifests = render({"fusedPools": {"spare": {}}})
+    labels = {
+        workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: pod_template(workload)[
+            "metadata"
+        ]["labels"]
+        for workload in _workloads(manifests)
+    }
+    labels["stranger"] = {"app": "else"}
+    labels["another mesh"] = labels["decode"] | {"app.kubernetes.io/instance": "other"}
+    reached = {
+        (source, target, port)
+        for source in labels
+        for target in ("router", "prefill", "decode", "fused")
+        for port in (7700, 7710, 15000, 17000, 22)
+        if lets_through(manifests, source=labels[source], target=labels[target], port=port)
+    }
+    everybody = set(labels)
+    data_plane = {
+        (source, target, port)
+        for source in ("prefill", "decode")
+        for target in ("prefill", "decode")
+        for port in (7710, 15000, 17000)
+    }
+    assert reached == {
+        *((source, "router", 7700) for source in everybody),
+        *((source, target, 7700) for source in ("router", "decode") for target in ("prefill", "decode", "fused")),
+        *data_plane,
+    }
+
+
+def test_clients_can_be_named() -> None:
+    manifests = render({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "gateway"}}}]}})
+    router = pod_template(named(manifests, "Deployment", "mesh-pdmesh-router"))["metadata"]["labels"]
+    assert lets_through(manifests, source={"app": "gateway"}, target=router, port=7700)
+    assert not lets_through(manifests, source={"app": "else"}, target=router, port=7700)
+
+
+def test_with_certificates_the_ports_of_mooncake_stay_shut() -> None:
+    manifests = render(_EVERYTHING)
+    decode = pod_template(named(manifests, "StatefulSet", "mesh-pdmesh-decode-wide"))["metadata"]["labels"]
+    reached = [
+        port for port in (7710, 15000, 17000) if lets_through(manifests, source=decode, target=decode, port=port)
+    ]
+    assert reached == [7710]
+
+
+def test_the_certificate_names_every_host_that_peers_dial(tmp_path: Path) -> None:
+    manifests = render(_EVERYTHING)
+    (certificate,) = of_kind(manifests, "Certificate")
+    names = certificate["spec"]["dnsNames"]
+    for config in _configs(manifests, tmp_path).values():
+        if config.role_name in ("prefill", "decode"):
+            assert "*." + config.advertise_host.split(".", 1)[1] in names
+    assert set(certificate["spec"]["usages"]) >= {"server auth", "client auth"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "secret"), [("everything", "mesh-pdmesh-data-plane"), ("model on a volume", "given")]
+)
+def test_nodes_find_their_certificate_where_their_file_says(shape: str, secret: str, tmp_path: Path) -> None:
+    manifests = render(_SHAPES[shape])
+    configs = _configs(manifests, tmp_path)
+    for workload in _workloads(manifests):
+        config = dict(configs[f"{workload['metadata']['name']}-0"])
+        spec = pod_template(workload)["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+        if not config.get("data_plane_tls_cert"):
+            assert "tls" not in volumes
+            continue
+        files = [config[f"data_plane_tls_{name}"] for name in ("cert", "key", "ca")]
+        assert [Path(file).name for file in files] == ["tls.crt", "tls.key", "ca.crt"]
+        assert {mounts[str(Path(file).parent)] for file in files} == {"tls"}
+        assert volumes["tls"]["secret"]["secretName"] == secret
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "volume"),
+    [
+        ("as it comes", "smollm2", None),
+        ("everything", "/models/m.gguf", {"emptyDir": {}}),
+        (
+            "model on a volume",
+            "/models/llama/m.gguf",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+        ),
+        ("model in an image", "/models/m.gguf", {"image": {"reference": "models/m:1", "pullPolicy": "IfNotPresent"}}),
+    ],
+)
+def test_the_model_is_where_the_nodes_look_for_it(
+    shape: str, model: str, volume: Manifest | None, tmp_path: Path
+) -> None:
+    manifests = render(_SHAPES[shape])
+    assert {dict(config)["model"] for config in _configs(manifests, tmp_path).values()} == {model}
+    for workload in _workloads(manifests):
+        spec = pod_template(workload)["spec"]
+        volumes = {each.pop("name"): each for each in [dict(volume) for volume in spec["volumes"]]}
+        assert volumes.get("models") == volume
+        writable = {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"] if not mount.get("readOnly")}
+        assert writable >= {"/tmp"}
+
+
+def test_another_configuration_makes_other_pods_and_the_same_one_does_not() -> None:
+    def checksums(values: Mapping[str, object]) -> dict[str, str]:
+        return {
+            workload["metadata"]["name"]: pod_template(workload)["metadata"]["annotations"]["pdmesh.io/config-checksum"]
+            for workload in _workloads(render(values))
+        }
+
+    before, after = checksums({}), checksums({"decodePools": {"default": {"config": {"memory": "2GiB"}}}})
+    changed = [name for name in before if before[name] != after[name]]
+    assert changed == ["mesh-pdmesh-decode-default"]
