@@ -253,6 +253,7 @@ def test_selectors_find_the_pods_of_their_own_workload_alone(shape: str) -> None
         (manifest["metadata"]["name"], {"matchLabels": manifest["spec"]["selector"]})
         for manifest in of_kind(manifests, "Service")
     ]
+    selectors = [entry for entry in selectors if entry[0] != "mesh-pdmesh-metrics"]
     budgets = of_kind(manifests, "PodDisruptionBudget")
     selectors += [(budget["metadata"]["name"], budget["spec"]["selector"]) for budget in budgets]
     for owner, selector in selectors:
@@ -283,7 +284,7 @@ def test_only_those_who_must_reach_a_port_do() -> None:
         (source, target, port)
         for source in labels
         for target in ("router", "prefill", "decode", "fused")
-        for port in (7700, 7710, 15000, 17000, 22)
+        for port in (7700, 7710, 7720, 15000, 17000, 22)
         if lets_through(manifests, source=labels[source], target=labels[target], port=port)
     }
     everybody = set(labels)
@@ -296,6 +297,7 @@ def test_only_those_who_must_reach_a_port_do() -> None:
     assert reached == {
         *((source, "router", 7700) for source in everybody),
         *((source, target, 7700) for source in ("router", "decode") for target in ("prefill", "decode", "fused")),
+        *((source, target, 7720) for source in everybody for target in ("router", "prefill", "decode", "fused")),
         *data_plane,
     }
 

@@ -19,7 +19,17 @@ _SCHEMA_FILE = CHART / "values.schema.json"
 # What the chart decides itself, from other values.
 _NOT_FOR_USERS = {
     ROLE_KEY,
-    *("node_id", "host", "port", "advertise_host", "model", "served_model_name", "otlp_endpoint", "device"),
+    *(
+        "node_id",
+        "host",
+        "port",
+        "advertise_host",
+        "metrics_port",
+        "model",
+        "served_model_name",
+        "otlp_endpoint",
+        "device",
+    ),
     *("prefill", "decode", "fused", "data_plane_port"),
     *("data_plane_tls_cert", "data_plane_tls_key", "data_plane_tls_ca"),
 }
@@ -72,7 +82,7 @@ def test_the_schema_knows_the_options_of_every_role() -> None:
         ({"ports": {"grpc": 0}}, "ports/grpc"),
         ({"prefilPools": {}}, "prefilPools"),
         ({"networkPolicy": {"clients": []}}, "networkPolicy/clients"),
-        ({"fusedPools": {"a": {"autoscaling": {"enabled": True}}}}, "fusedPools/a/autoscaling"),
+        ({"fusedPools": {"a": {"autoscaling": {"metrics": []}}}}, "fusedPools/a/autoscaling/metrics"),
         ({"model": {"source": {"pvc": {"claimName": "c", "path": "m"}}}}, "model/source"),
         ({"model": {"source": {"alias": None}}}, "model/source"),
         ({"model": {"source": {"alias": None, "url": {"url": "https://h/m"}}}}, "sha256"),

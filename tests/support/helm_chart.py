@@ -138,12 +138,15 @@ def selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
 
 
 def lets_through(manifests: list[Manifest], *, source: Mapping[str, str], target: Mapping[str, str], port: int) -> bool:
-    """Whether a pod with the labels `source` in this namespace may reach a TCP port of one with the labels `target`."""
+    """Whether a pod with the labels `source` in this namespace may reach a TCP port of one with the labels `target`.
+
+    Peers of other namespaces are taken for everybody.
+    """
     policies = [
         policy for policy in of_kind(manifests, "NetworkPolicy") if selects(policy["spec"]["podSelector"], target)
     ]
     return not policies or any(
-        any(selects(peer["podSelector"], source) for peer in rule["from"])
+        any("namespaceSelector" in peer or selects(peer["podSelector"], source) for peer in rule["from"])
         and any(entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in rule["ports"])
         for policy in policies
         for rule in policy["spec"]["ingress"]

@@ -14,6 +14,7 @@
 {{- $root := .root -}}
 {{- $own := dict "role" .role "model" (include "pdmesh.modelPath" $root) "host" $root.Values.listenHost "port" (int $root.Values.ports.grpc) -}}
 {{- with $root.Values.model.name -}}{{- $_ := set $own "served_model_name" . -}}{{- end -}}
+{{- if $root.Values.metrics.enabled -}}{{- $_ := set $own "metrics_port" (int $root.Values.ports.metrics) -}}{{- end -}}
 {{- with $root.Values.telemetry.otlpEndpoint -}}{{- $_ := set $own "otlp_endpoint" . -}}{{- end -}}
 {{- if eq .role "router" -}}
 {{- range $role := list "prefill" "decode" "fused" -}}

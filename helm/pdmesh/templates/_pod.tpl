@@ -89,6 +89,9 @@ containers:
       {{- if has .role (list "prefill" "decode") }}
       - {name: data-plane, containerPort: {{ $root.Values.ports.dataPlane }}}
       {{- end }}
+      {{- if $root.Values.metrics.enabled }}
+      - {name: metrics, containerPort: {{ $root.Values.ports.metrics }}}
+      {{- end }}
     {{- include "pdmesh.probes" . | nindent 4 }}
     {{- if not $isCompute }}
     lifecycle:
