@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import typer
 from support.helm_chart import (
@@ -14,6 +13,7 @@ from support.helm_chart import (
     Manifest,
     StartedContainer,
     lets_through,
+    module_or_skip,
     named,
     of_kind,
     pod_template,
@@ -28,6 +28,7 @@ from node_runtime.rpc.health import LIVENESS_SERVICE
 from pdmesh_cli.config_commands import ROLE_CONFIGS, resolve_arguments
 from pdmesh_cli.main import app
 
+kubernetes_validate = module_or_skip("kubernetes_validate")
 _SHA256 = "0" * 64
 _CPU_METRIC = {
     "type": "Resource",
@@ -45,6 +46,7 @@ _EVERYTHING: Mapping[str, object] = {
         "default": None,
         "large": {
             "replicas": 2,
+            "resources": {"limits": {"cpu": "6"}},
             "config": {"memory": "64GiB", "tensor_parallel": 2, "drain_grace_s": 0},
             "rdma": {"resource": "rdma/hca", "count": 1},
             "hugePages": {"pageSize": "1Gi", "amount": "8Gi"},
@@ -56,7 +58,11 @@ _EVERYTHING: Mapping[str, object] = {
         "wide": {"replicas": 2, "config": {"tensor_parallel": 4, "num_threads": 7}},
     },
     "fusedPools": {
-        "spare": {"gpus": 1, "scheduling": {"nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]}}
+        "spare": {
+            "gpus": 1,
+            "resources": {"limits": {"cpu": 6}},
+            "scheduling": {"nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]},
+        }
     },
     "scheduling": {"affinity": {"podAntiAffinity": {}}, "priorityClassName": "high", "runtimeClassName": "runc"},
     "podLabels": {"team": "llm"},
@@ -86,6 +92,7 @@ _SHAPES: Mapping[str, Mapping[str, object]] = {
 }
 _SHAPES["everything"]["model"]["source"]["alias"] = None  # type: ignore[index]
 _NOT_OF_KUBERNETES = ("cert-manager.io/v1", "monitoring.coreos.com/v1")
+_SELECTOR_LABELS = {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")} | {"pdmesh.io/pool"}
 every_shape = pytest.mark.parametrize("shape", _SHAPES)
 
 
@@ -146,8 +153,16 @@ def test_every_other_command_has_the_options_that_it_is_given(shape: str) -> Non
     assert seen == ({"generate", "fetch"} if shape == "everything" else {"generate"})
 
 
+def _cpu_source(manifests: list[Manifest], pool: str) -> str:
+    """What of its container becomes the threads of a node."""
+    (container,) = pod_template(named(manifests, "StatefulSet", f"mesh-pdmesh-{pool}"))["spec"]["containers"]
+    (entry,) = [entry for entry in container["env"] if entry["name"] == "PDMESH_NUM_THREADS"]
+    return entry["valueFrom"]["resourceFieldRef"]["resource"]
+
+
 def test_values_reach_the_nodes_they_are_meant_for(tmp_path: Path) -> None:
-    configs = _configs(render(_EVERYTHING), tmp_path)
+    manifests = render(_EVERYTHING)
+    configs = _configs(manifests, tmp_path)
     large = dict(configs["mesh-pdmesh-prefill-large-0"])
     default = dict(configs["mesh-pdmesh-decode-default-0"])
     wide = dict(configs["mesh-pdmesh-decode-wide-0"])
@@ -156,6 +171,8 @@ def test_values_reach_the_nodes_they_are_meant_for(tmp_path: Path) -> None:
     assert (default["memory"], default["max_message_bytes"], default["drain_grace_s"]) == (8 * 2**30, 4294967, 600.5)
     # Ranks share what there is, and who names a number of threads gets it; the rest gets the limit of the container.
     assert (large["num_threads"], wide["num_threads"], default["num_threads"]) == (None, 7, 3)
+    assert _cpu_source(manifests, "decode-default") == "requests.cpu"
+    assert _cpu_source(manifests, "fused-spare") == "limits.cpu"
     assert (spare["device"], large["device"]) == ("cuda", "cpu")
     assert (spare["otlp_endpoint"], spare["served_model_name"]) == ("http://collector:4317", "m")
     assert {dict(config)["model"] for config in configs.values()} == {"/models/m.gguf"}
@@ -258,6 +275,8 @@ def test_selectors_find_the_pods_of_their_own_workload_alone(shape: str) -> None
     selectors += [(budget["metadata"]["name"], budget["spec"]["selector"]) for budget in budgets]
     for owner, selector in selectors:
         assert [name for name in labels if selects(selector, labels[name])] == [owner]
+        # What a release changes must not be in a selector, which cannot be changed.
+        assert set(selector["matchLabels"]) <= _SELECTOR_LABELS
     assert len(budgets) == (0 if shape == "model in an image" else len(labels))
 
 

@@ -10,11 +10,21 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import promql_parser
 import pytest
 import yaml
-from support.helm_chart import CHART, Manifest, lets_through, named, of_kind, pod_template, render, selects
+from support.helm_chart import (
+    CHART,
+    Manifest,
+    lets_through,
+    module_or_skip,
+    named,
+    of_kind,
+    pod_template,
+    render,
+    selects,
+)
 
+promql_parser = module_or_skip("promql_parser")
 _OPERATIONS = CHART.parents[1] / "docs" / "OPERATIONS.md"
 _LABELS = {"release": "prometheus"}
 _ALL_ON = {

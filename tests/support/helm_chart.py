@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -27,14 +29,29 @@ class ChartRefused(Exception):
     """helm would not render; the text is what it said."""
 
 
-def helm_program() -> str:
-    """Skips the test where there is no helm, which is an error where `make setup` has run."""
-    beside = Path(sys.executable).parent / "helm"
-    found = str(beside) if beside.exists() else shutil.which("helm")
+def program_or_skip(name: str) -> str:
+    """The path of a program that `make setup` puts into .venv. Skips the test where it is missing, but not in CI."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        reason = "helm is not installed: `make setup` puts it into .venv"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        _give_up(f"{name} is not installed: `make setup` puts it into .venv")
+        raise AssertionError
     return found
+
+
+def module_or_skip(name: str) -> ModuleType:
+    """Likewise for a Python package, when a test module is imported."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        _give_up(f"{name} is not installed: `make setup` puts it into .venv")
+        raise
+
+
+def _give_up(reason: str) -> None:
+    if not os.environ.get("CI"):
+        pytest.skip(reason, allow_module_level=True)
+    pytest.fail(reason)
 
 
 def run_helm(*arguments: str) -> str:
@@ -42,7 +59,12 @@ def run_helm(*arguments: str) -> str:
     with tempfile.TemporaryDirectory() as home:
         environment = os.environ | {f"HELM_{name}_HOME": home for name in ("CACHE", "CONFIG", "DATA")}
         result = subprocess.run(
-            [helm_program(), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [program_or_skip("helm"), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     if result.returncode:
         raise ChartRefused(result.stdout + result.stderr)

@@ -169,10 +169,11 @@ volumes:
 - name: PDMESH_ADVERTISE_HOST
   value: $(PDMESH_NODE_ID).{{ include "pdmesh.poolDomain" . }}
 {{- /* The kubelet knows what a quota leaves of the machine, the node does not. */}}
-{{- if and (not (hasKey .values.config "num_threads")) (eq (int (default 1 .values.config.tensor_parallel)) 1) }}
+{{- $cpus := ternary "limits.cpu" (ternary "requests.cpu" "" (hasKey (.values.resources.requests | default dict) "cpu")) (hasKey (.values.resources.limits | default dict) "cpu") }}
+{{- if and $cpus (not (hasKey .values.config "num_threads")) (eq (int (default 1 .values.config.tensor_parallel)) 1) }}
 - name: PDMESH_NUM_THREADS
   valueFrom:
-    resourceFieldRef: {containerName: {{ .role }}, resource: limits.cpu, divisor: "1"}
+    resourceFieldRef: {containerName: {{ .role }}, resource: {{ $cpus }}, divisor: "1"}
 {{- end }}
 - name: OMP_WAIT_POLICY
   value: PASSIVE
