@@ -68,9 +68,19 @@ _EVERYTHING: Mapping[str, object] = {
     "podLabels": {"team": "llm"},
     "podAnnotations": {"note": "1"},
     "extraEnv": [{"name": "GLOO_SOCKET_IFNAME", "value": "eth0"}],
-    "dataPlaneTls": {"enabled": True, "certManager": {"issuerRef": {"name": "ca", "kind": "Issuer"}}},
+    "tls": {
+        "enabled": True,
+        "domain": "mesh.example",
+        "routerNames": ["llm.example"],
+        "clientCertificates": True,
+        "secrets": {"fused": "given-fused"},
+        "certManager": {"issuerRef": {"name": "ca", "kind": "Issuer"}},
+    },
+    "tenants": {"secretName": "who", "key": "file.yaml"},
+    "test": {"tokenSecretName": "token"},
     "serviceAccount": {"annotations": {"role": "x"}},
 }
+_CERTIFIED = ("router", "prefill", "decode", "operator")
 _SHAPES: Mapping[str, Mapping[str, object]] = {
     "as it comes": {},
     "everything": _EVERYTHING,
@@ -81,7 +91,7 @@ _SHAPES: Mapping[str, Mapping[str, object]] = {
     },
     "model on a volume": {
         "model": {"source": {"alias": None, "pvc": {"claimName": "models", "path": "llama/m.gguf"}}},
-        "dataPlaneTls": {"enabled": True, "secretName": "given"},
+        "tls": {"enabled": True, "secrets": {role: f"given-{role}" for role in _CERTIFIED}},
         "serviceAccount": {"create": False},
     },
     "model in an image": {
@@ -201,14 +211,19 @@ def test_nodes_are_listed_where_they_can_be_reached(tmp_path: Path) -> None:
 
 
 @every_shape
-def test_probes_ask_what_nodes_answer(shape: str) -> None:
-    for workload in _workloads(render(_SHAPES[shape])):
+def test_probes_ask_what_nodes_answer(shape: str, tmp_path: Path) -> None:
+    manifests = render(_SHAPES[shape])
+    configs = _configs(manifests, tmp_path)
+    for workload in _workloads(manifests):
+        config = configs[f"{workload['metadata']['name']}-0"]
+        # Probes speak no TLS.
+        port = config.health_port if config.tls_cert else config.port
         (container,) = pod_template(workload)["spec"]["containers"]
         asked = {name: container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
         assert asked == {
-            "startup": {"port": 7700, "service": LIVENESS_SERVICE},
-            "readiness": {"port": 7700},
-            "liveness": {"port": 7700, "service": LIVENESS_SERVICE},
+            "startup": {"port": port, "service": LIVENESS_SERVICE},
+            "readiness": {"port": port},
+            "liveness": {"port": port, "service": LIVENESS_SERVICE},
         }
 
 
@@ -337,34 +352,59 @@ def test_with_certificates_the_ports_of_mooncake_stay_shut() -> None:
     assert reached == [7710]
 
 
-def test_the_certificate_names_every_host_that_peers_dial(tmp_path: Path) -> None:
+def test_certificates_name_what_a_node_may_do_and_the_hosts_that_are_dialled(tmp_path: Path) -> None:
     manifests = render(_EVERYTHING)
-    (certificate,) = of_kind(manifests, "Certificate")
-    names = certificate["spec"]["dnsNames"]
+    certificates = {
+        certificate["spec"]["secretName"]: certificate["spec"] for certificate in of_kind(manifests, "Certificate")
+    }
+    # That of fused nodes was given.
+    assert set(certificates) == {f"mesh-pdmesh-{role}-tls" for role in _CERTIFIED}
+    for role in _CERTIFIED:
+        spec = certificates[f"mesh-pdmesh-{role}-tls"]
+        assert {"mesh.example", f"{role}.mesh.example"} <= set(spec["dnsNames"])
+        assert set(spec["usages"]) >= {"server auth", "client auth"}
+        others = {f"{other}.mesh.example" for other in (*_CERTIFIED, "fused") if other != role}
+        assert not others & set(spec["dnsNames"])
     for config in _configs(manifests, tmp_path).values():
         if config.role_name in ("prefill", "decode"):
+            names = certificates[f"mesh-pdmesh-{config.role_name}-tls"]["dnsNames"]
             assert "*." + config.advertise_host.split(".", 1)[1] in names
-    assert set(certificate["spec"]["usages"]) >= {"server auth", "client auth"}
+    router_names = certificates["mesh-pdmesh-router-tls"]["dnsNames"]
+    assert {"mesh-pdmesh-router", "mesh-pdmesh-router.serving.svc", "llm.example"} <= set(router_names)
 
 
-@pytest.mark.parametrize(
-    ("shape", "secret"), [("everything", "mesh-pdmesh-data-plane"), ("model on a volume", "given")]
-)
-def test_nodes_find_their_certificate_where_their_file_says(shape: str, secret: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["everything", "model on a volume"])
+def test_nodes_find_their_certificate_where_their_file_says(shape: str, tmp_path: Path) -> None:
     manifests = render(_SHAPES[shape])
-    configs = _configs(manifests, tmp_path)
-    for workload in _workloads(manifests):
-        config = dict(configs[f"{workload['metadata']['name']}-0"])
-        spec = pod_template(workload)["spec"]
+    for node_id, config in _configs(manifests, tmp_path).items():
+        values = dict(config)
+        kind = "Deployment" if config.role_name == "router" else "StatefulSet"
+        spec = pod_template(named(manifests, kind, node_id.removesuffix("-0")))["spec"]
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-        if not config.get("data_plane_tls_cert"):
-            assert "tls" not in volumes
-            continue
-        files = [config[f"data_plane_tls_{name}"] for name in ("cert", "key", "ca")]
-        assert [Path(file).name for file in files] == ["tls.crt", "tls.key", "ca.crt"]
-        assert {mounts[str(Path(file).parent)] for file in files} == {"tls"}
+        has_data_plane = config.role_name in ("prefill", "decode")
+        for prefix in ("tls", "data_plane_tls") if has_data_plane else ("tls",):
+            files = [Path(values[f"{prefix}_{name}"]) for name in ("cert", "key", "ca")]
+            assert [file.name for file in files] == ["tls.crt", "tls.key", "ca.crt"]
+            assert {mounts[str(file.parent)] for file in files} == {"tls"}
+        is_given = shape == "model on a volume" or config.role_name == "fused"
+        secret = f"given-{config.role_name}" if is_given else f"mesh-pdmesh-{config.role_name}-tls"
         assert volumes["tls"]["secret"]["secretName"] == secret
+
+
+def test_routers_find_their_tenants_and_the_test_shows_a_token(tmp_path: Path) -> None:
+    manifests = render(_EVERYTHING)
+    (router,) = [config for config in _configs(manifests, tmp_path).values() if config.role_name == "router"]
+    spec = pod_template(named(manifests, "Deployment", "mesh-pdmesh-router"))["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert dict(router)["tenants"] == f"{mounts['tenants']}/file.yaml"
+    (test,) = of_kind(manifests, "Pod")
+    (container,) = test["spec"]["containers"]
+    sources = {entry["name"]: entry.get("valueFrom") or entry["value"] for entry in container["env"]}
+    assert sources["PDMESH_TOKEN"] == {"secretKeyRef": {"name": "token", "key": "token"}}
+    assert sources["PDMESH_TLS_SERVER_NAME"] == "mesh.example"
+    without_token = render({"tenants": {"secretName": "who"}})
+    assert not of_kind(without_token, "Pod")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ _NOT_FOR_USERS = {
     ),
     *("prefill", "decode", "fused", "data_plane_port"),
     *("data_plane_tls_cert", "data_plane_tls_key", "data_plane_tls_ca"),
+    *("tls_cert", "tls_key", "tls_ca", "tls_domain", "health_port", "client_certificates", "tenants"),
 }
 _NO_POOL = {"prefillPools": {"default": None}, "decodePools": {"default": None}}
 _CPU_METRIC = {
@@ -101,7 +102,7 @@ def test_the_schema_knows_the_options_of_every_role() -> None:
         ),
         ({"poolDefaults": {"gpus": 1}}, r"decodePools\.default\.gpus: 1 given|prefillPools\.default\.gpus: 1 given"),
         ({"fusedPools": {"a": {"gpus": 1, "config": {"tensor_parallel": 2}}}}, "tensor ranks compute on CPUs"),
-        ({"dataPlaneTls": {"enabled": True}}, r"give secretName, or certManager\.issuerRef"),
+        ({"tls": {"enabled": True}}, r"tls: give secrets\.operator, or certManager\.issuerRef"),
         (
             {
                 "fusedPools": {

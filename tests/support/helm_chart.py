@@ -134,6 +134,8 @@ def _environment(container: Manifest, *, pod_name: str) -> dict[str, str]:
         elif "resourceFieldRef" in source:
             assert source["resourceFieldRef"]["containerName"] == container["name"]
             value = "3"
+        elif "secretKeyRef" in source:
+            value = "secret"
         else:
             value = re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], str(entry["value"]))
         environment[entry["name"]] = value

@@ -26,11 +26,22 @@
 {{- end -}}
 {{- if has .role (list "prefill" "decode") -}}
 {{- $_ := set $own "data_plane_port" (int $root.Values.ports.dataPlane) -}}
-{{- if $root.Values.dataPlaneTls.enabled -}}
+{{- if $root.Values.tls.enabled -}}
 {{- $_ := set $own "data_plane_tls_cert" "/etc/pdmesh-tls/tls.crt" -}}
 {{- $_ := set $own "data_plane_tls_key" "/etc/pdmesh-tls/tls.key" -}}
 {{- $_ := set $own "data_plane_tls_ca" "/etc/pdmesh-tls/ca.crt" -}}
 {{- end -}}
+{{- end -}}
+{{- if $root.Values.tls.enabled -}}
+{{- $_ := set $own "tls_cert" "/etc/pdmesh-tls/tls.crt" -}}
+{{- $_ := set $own "tls_key" "/etc/pdmesh-tls/tls.key" -}}
+{{- $_ := set $own "tls_ca" "/etc/pdmesh-tls/ca.crt" -}}
+{{- $_ := set $own "tls_domain" $root.Values.tls.domain -}}
+{{- $_ := set $own "health_port" (int $root.Values.ports.health) -}}
+{{- if eq .role "router" -}}{{- $_ := set $own "client_certificates" $root.Values.tls.clientCertificates -}}{{- end -}}
+{{- end -}}
+{{- if and (eq .role "router") $root.Values.tenants.secretName -}}
+{{- $_ := set $own "tenants" (printf "/etc/pdmesh-tenants/%s" $root.Values.tenants.key) -}}
 {{- end -}}
 {{- if gt (int .gpus) 0 -}}{{- $_ := set $own "device" "cuda" -}}{{- end -}}
 {{- mergeOverwrite $own (deepCopy .config) | toYaml -}}

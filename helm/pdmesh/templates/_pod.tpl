@@ -53,7 +53,8 @@ topologySpreadConstraints:
 {{- $values := .values -}}
 {{- $source := $root.Values.model.source -}}
 {{- $isCompute := ne .role "router" -}}
-{{- $usesTls := and $root.Values.dataPlaneTls.enabled (has .role (list "prefill" "decode")) -}}
+{{- $usesTls := $root.Values.tls.enabled -}}
+{{- $hasTenants := and (not $isCompute) $root.Values.tenants.secretName -}}
 {{- $usesHugePages := and $isCompute $values.hugePages.amount -}}
 serviceAccountName: {{ include "pdmesh.serviceAccountName" $root }}
 automountServiceAccountToken: false
@@ -89,6 +90,9 @@ containers:
       {{- if has .role (list "prefill" "decode") }}
       - {name: data-plane, containerPort: {{ $root.Values.ports.dataPlane }}}
       {{- end }}
+      {{- if $usesTls }}
+      - {name: health, containerPort: {{ $root.Values.ports.health }}}
+      {{- end }}
       {{- if $root.Values.metrics.enabled }}
       - {name: metrics, containerPort: {{ $root.Values.ports.metrics }}}
       {{- end }}
@@ -110,6 +114,9 @@ containers:
       {{- end }}
       {{- if $usesTls }}
       - {name: tls, mountPath: /etc/pdmesh-tls, readOnly: true}
+      {{- end }}
+      {{- if $hasTenants }}
+      - {name: tenants, mountPath: /etc/pdmesh-tenants, readOnly: true}
       {{- end }}
       {{- if $usesHugePages }}
       - {name: huge-pages, mountPath: /dev/hugepages}
@@ -140,7 +147,13 @@ volumes:
   {{- if $usesTls }}
   - name: tls
     secret:
-      secretName: {{ default (printf "%s-data-plane" (include "pdmesh.fullname" $root)) $root.Values.dataPlaneTls.secretName }}
+      secretName: {{ include "pdmesh.tlsSecret" (dict "root" $root "role" .role) }}
+      defaultMode: 0440
+  {{- end }}
+  {{- if $hasTenants }}
+  - name: tenants
+    secret:
+      secretName: {{ $root.Values.tenants.secretName }}
       defaultMode: 0440
   {{- end }}
   {{- if $usesHugePages }}
@@ -148,6 +161,10 @@ volumes:
     emptyDir:
       medium: HugePages-{{ $values.hugePages.pageSize }}
   {{- end }}
+{{- end -}}
+
+{{- define "pdmesh.tlsSecret" -}}
+{{- get .root.Values.tls.secrets .role | default (printf "%s-%s-tls" (include "pdmesh.fullname" .root) .role) -}}
 {{- end -}}
 
 {{- define "pdmesh.terminationSeconds" -}}
@@ -188,7 +205,7 @@ volumes:
 
 {{- define "pdmesh.probes" -}}
 {{- $probes := mergeOverwrite (deepCopy .root.Values.probes) (.values.probes | default dict) -}}
-{{- $port := int .root.Values.ports.grpc -}}
+{{- $port := int (ternary .root.Values.ports.health .root.Values.ports.grpc .root.Values.tls.enabled) -}}
 # The port opens when the model is loaded.
 startupProbe:
   grpc: {port: {{ $port }}, service: pdmesh.liveness}

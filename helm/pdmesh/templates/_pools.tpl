@@ -33,6 +33,15 @@
 {{- dict "items" $addresses | toJson -}}
 {{- end -}}
 
+{{/* Whose certificates the release needs, as JSON. */}}
+{{- define "pdmesh.certifiedRoles" -}}
+{{- $roles := list "operator" "router" -}}
+{{- range $role := list "prefill" "decode" "fused" -}}
+{{- if get $.Values (printf "%sPools" $role) -}}{{- $roles = append $roles $role -}}{{- end -}}
+{{- end -}}
+{{- dict "items" $roles | toJson -}}
+{{- end -}}
+
 {{- define "pdmesh.poolDomain" -}}
 {{- printf "%s.%s.svc.%s" .name .root.Release.Namespace .root.Values.clusterDomain -}}
 {{- end -}}
@@ -80,8 +89,12 @@
 {{- if and .Values.model.source.image (semverCompare "<1.33.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "model.source.image: image volumes need Kubernetes 1.33, this is %s" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}
-{{- $tls := .Values.dataPlaneTls -}}
-{{- if and $tls.enabled (not $tls.secretName) (not $tls.certManager.issuerRef) -}}
-{{- fail "dataPlaneTls: give secretName, or certManager.issuerRef" -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.enabled (not $tls.certManager.issuerRef) -}}
+{{- range $role := (include "pdmesh.certifiedRoles" . | fromJson).items -}}
+{{- if not (get $tls.secrets $role) -}}
+{{- fail (printf "tls: give secrets.%s, or certManager.issuerRef" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
