@@ -74,7 +74,7 @@ def run_helm(*arguments: str) -> str:
 def render(values: Values, *, kube_version: str = "1.37.0") -> list[Manifest]:
     """All objects of a release called `mesh` in the namespace `serving`. Raises ChartRefused."""
     text = _rendered(json.dumps(values, sort_keys=True), kube_version)
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    return [manifest for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader) if manifest]
 
 
 @functools.cache
