@@ -14,7 +14,7 @@ from random import Random
 
 from node_runtime.engine.ranks.follower import Follower
 from node_runtime.engine.ranks.leader import Followers
-from node_runtime.engine.ranks.link import RankLink, RankLost
+from node_runtime.engine.ranks.link import SEND_TIMEOUT_S, RankLink, RankLost
 from node_runtime.engine.scheduler import RankGone
 from scheduler_core import Plan, Scheduler
 from simulation.kernel import Process, ProcessKilled
@@ -49,7 +49,8 @@ class _LeadersEnd(RankLink):
         self.name = RANK_NAME
         self._ranks = ranks
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        del timeout_s
         self._ranks.order(frame)
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
@@ -69,7 +70,8 @@ class _FollowersEnd(RankLink):
         self.name = "tensor rank 0"
         self._ranks = ranks
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        del timeout_s
         self._ranks.answers.append(frame)
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
