@@ -10,12 +10,10 @@ import functools
 import importlib.metadata
 import inspect
 import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Annotated, NoReturn, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -23,26 +21,25 @@ from rich.measure import Measurement
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from node_runtime.config import ComputeNodeConfig, NodeConfig
-from node_runtime.errors import BadConfig, NodeError, PortInUse
+from node_runtime.errors import BadConfig
 from node_runtime.lifecycle import run_node, setup_logging
-from pdmesh_cli.child import ChildError
-from pdmesh_cli.client_types import GenerateOptions, PdmeshError
+from pdmesh_cli.client_commands import bench, chat
+from pdmesh_cli.client_types import GenerateOptions
 from pdmesh_cli.config_commands import TAKES_ROLE_OPTIONS, check_files, print_schema, show_values
+from pdmesh_cli.failures import EXIT_FAILURE, reported_failures
 from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
-from pdmesh_cli.identity import TOKEN_VARIABLE, identity_of
+from pdmesh_cli.identity import identity_of
 from pdmesh_cli.model_download import fetch_to_file
-from pdmesh_cli.model_fetch import ALIASES, ModelFetchError
+from pdmesh_cli.model_fetch import ALIASES
+from pdmesh_cli.options import DEFAULT_ROUTER, Router, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
 from pdmesh_cli.parent_death import die_with_parent
 from pdmesh_cli.sim import simulate_mesh
 from pdmesh_cli.up import DEFAULT_HTTP_PORT, DEFAULT_ROUTER_PORT, UpOptions, alias_name, provide_model, run_up
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
 
-EXIT_FAILURE = 1
-EXIT_BAD_USAGE = 2
 # What `pdmesh up` sets itself on every compute node.
 _NOT_FOR_UP = frozenset({*NodeConfig.model_fields, "model", "served_model_name", "num_threads"})
-_DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
 
 ConfigT = TypeVar("ConfigT", PrefillNodeConfig, DecodeNodeConfig, FusedNodeConfig, RouterConfig)
 Parameters = ParamSpec("Parameters")
@@ -60,42 +57,6 @@ _NODES = "Nodes"
 _THIS_MACHINE = "A mesh on this machine"
 _CLIENTS = "Using a mesh"
 _DEVELOPERS = "Testing a mesh"
-
-
-@contextmanager
-def _reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
-    """Ends the command with one clear line for what can go wrong in the open; defects keep their traceback.
-
-    `quote_logs` shows the last lines of a child that failed, for commands that do not show them anyway.
-    """
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        yield
-    except BadConfig as error:
-        _fail(err, error, EXIT_BAD_USAGE)
-    except ChildError as error:
-        for line in error.last_lines if quote_logs else ():
-            err.print(f"  {line}", style="bright_black", markup=False)
-        _fail(err, error, EXIT_FAILURE)
-    except PortInUse as error:
-        _fail(err, f"{error}; choose another with --port, or 0 for a free one", EXIT_FAILURE)
-    except (ModelFetchError, PdmeshError, NodeError) as error:
-        _fail(err, _with_advice(error), EXIT_FAILURE)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        err.print("interrupted")
-        sys.exit(128 + signal.SIGINT)
-
-
-def _with_advice(error: Exception) -> str:
-    """The message, and what to do next where that is known."""
-    if isinstance(error, PdmeshError) and error.message.startswith("cannot connect to "):
-        return f"{error}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
-    return str(error)
-
-
-def _fail(err: Console, error: Exception | str, exit_code: int) -> NoReturn:
-    err.print(f"pdmesh: {error}", style="red", markup=False)
-    sys.exit(exit_code)
 
 
 def _panel_of(name: str) -> str:
@@ -118,7 +79,7 @@ def _add_role(
     """Adds the command that runs one node in the foreground until SIGTERM or SIGINT."""
 
     def command(config_file: Path | None, **flags: FlagValue) -> None:
-        with _reported_failures():
+        with reported_failures():
             config = load_merged(config_type, config_file, flags, os.environ, role=name).config
             alias = alias_name(config.model)
             if alias is not None:
@@ -192,7 +153,7 @@ def _add_up() -> None:
         own = {name: value for name, value in values.items() if name in own_names}
         compute_values = {name: value for name, value in values.items() if name not in own_names}
         node_values = {name: value for name, value in own.items() if name in ComputeNodeConfig.model_fields}
-        with _reported_failures():
+        with reported_failures():
             # Refused here, by name, instead of by a child.
             load_merged(ComputeNodeConfig, None, {**node_values, **compute_values}, os.environ)
             # Each value has the type that the signature of `_up_options` gave typer.
@@ -275,7 +236,7 @@ def _demo(
     from pdmesh_cli.demo import run_demo
 
     options = UpOptions(model=model, fused=fused, num_threads=num_threads, port=0)
-    with _reported_failures(quote_logs=not verbose):
+    with reported_failures(quote_logs=not verbose):
         asyncio.run(run_demo(options, _document_console(), verbose=verbose))
 
 
@@ -301,7 +262,7 @@ def _add_plan() -> None:
     def command(model: str, role: str, **flags: FlagValue) -> None:
         from pdmesh_cli.plan import ROLES, plan_report
 
-        with _reported_failures():
+        with reported_failures():
             if role not in ROLES:
                 raise BadConfig(f"role: expected one of {', '.join(ROLES)}, got {role!r}")
             path = provide_model(model, Console(stderr=True))
@@ -330,40 +291,6 @@ def _plan_parameters(
 _add_plan()
 
 
-_TRUST = "Secured meshes"
-_TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="<file>",
-        rich_help_panel=_TRUST,
-        help=f"File with the token to show. Default: the variable {TOKEN_VARIABLE}.",
-    ),
-]
-_TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="PDMESH_TLS_CA", metavar="<file>", rich_help_panel=_TRUST, help="Encrypt, and trust this authority."
-    ),
-]
-_TlsCert = Annotated[
-    Path | None,
-    typer.Option(envvar="PDMESH_TLS_CERT", metavar="<file>", rich_help_panel=_TRUST, help="Certificate chain to show."),
-]
-_TlsKey = Annotated[
-    Path | None,
-    typer.Option(envvar="PDMESH_TLS_KEY", metavar="<file>", rich_help_panel=_TRUST, help="Key of that certificate."),
-]
-_TlsServerName = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PDMESH_TLS_SERVER_NAME",
-        metavar="<name>",
-        rich_help_panel=_TRUST,
-        help="Name that the server's certificate must have. Default: the host that is dialled.",
-    ),
-]
-
-
 @app.command("fetch", rich_help_panel=_NODES)
 def _fetch(
     url: Annotated[str, typer.Argument(metavar="<url>", help="Where the model file is: http:// or https://.")],
@@ -371,16 +298,14 @@ def _fetch(
     to: Annotated[Path, typer.Option(metavar="<path>", help="Where to put it. Nothing is fetched if it is there.")],
 ) -> None:
     """Download a model file and check it, for nodes that are to find it on a volume."""
-    with _reported_failures():
+    with reported_failures():
         fetch_to_file(url, sha256=sha256, target=to)
 
 
 @app.command("generate", rich_help_panel=_CLIENTS)
 def _generate(
     prompt: Annotated[str, typer.Argument(help='The prompt, or "-" to read it from standard input.')],
-    router: Annotated[
-        str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="Address of the router.")
-    ] = _DEFAULT_ROUTER,
+    router: Router = DEFAULT_ROUTER,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     system: Annotated[str | None, typer.Option(help="System message in front of the chat message.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model. Default: the only one served.")] = "",
@@ -400,11 +325,11 @@ def _generate(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="Deadline of the answer. Seconds.")
     ] = 600,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
-    tls_server_name: _TlsServerName = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
     """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
     from pdmesh_cli.generate import prompt_of, run_generate
@@ -422,7 +347,7 @@ def _generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     out, err = Console(), Console(stderr=True, highlight=False)
-    with _reported_failures():
+    with reported_failures():
         identity = identity_of(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
@@ -443,27 +368,31 @@ def _generate(
 def _status(
     router: Annotated[
         str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="A router; its nodes are asked as well.")
-    ] = _DEFAULT_ROUTER,
+    ] = DEFAULT_ROUTER,
     node: Annotated[
         list[str] | None,
         typer.Option(metavar="<host:port>", help="Ask this node instead. May be repeated."),
     ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every second until Ctrl-C.")] = False,
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for each node. Seconds.")
     ] = 5,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
-    tls_server_name: _TlsServerName = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
-    """Show role, state, load and cache of the nodes, once."""
+    """Show role, state, load and cache of the nodes, once or as they change."""
     from pdmesh_cli.status import ask_mesh, status_table
+    from pdmesh_cli.watch import run_watch
 
-    with _reported_failures():
+    with reported_failures():
         identity = identity_of(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
+        if watch:
+            asyncio.run(run_watch(node or [router], Console(), timeout_s=timeout_s, identity=identity))
         reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s, identity=identity))
     table = status_table(reports)
     console = _document_console()
@@ -485,16 +414,16 @@ def _drain(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="How long to wait for an answer. Seconds.")
     ] = 5,
-    token_file: _TokenFile = None,
-    tls_ca: _TlsCa = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
-    tls_server_name: _TlsServerName = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
     """Tell a node to take no new work, finish what it has and leave, as SIGTERM does."""
     from pdmesh_cli.drain import drain_line, drain_node, wait_until_left
 
-    with _reported_failures():
+    with reported_failures():
         identity = identity_of(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
@@ -517,7 +446,7 @@ def _version() -> None:
 def _reporting(work: Callable[Parameters, None]) -> Callable[Parameters, None]:
     @functools.wraps(work)
     def command(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        with _reported_failures():
+        with reported_failures():
             work(*args, **kwargs)
 
     return command
@@ -528,6 +457,8 @@ _config_app.command("check")(_reporting(check_files))
 _config_app.command("show", context_settings=TAKES_ROLE_OPTIONS)(_reporting(show_values))
 _config_app.command("schema")(_reporting(print_schema))
 app.add_typer(_config_app, name="config", rich_help_panel=_NODES)
+app.command("chat", rich_help_panel=_CLIENTS)(chat)
+app.command("bench", rich_help_panel=_CLIENTS)(bench)
 app.command("sim", rich_help_panel=_DEVELOPERS)(simulate_mesh)
 
 

@@ -100,7 +100,13 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
     return table
 
 
-def _state(status: mesh_pb2.NodeStatus) -> str:
+def role_name(info: mesh_pb2.NodeInfo) -> str:
+    """The role as its command is called."""
+    return mesh_pb2.NodeRole.Name(info.role).removeprefix("NODE_ROLE_").lower()
+
+
+def state_text(status: mesh_pb2.NodeStatus) -> str:
+    """Whether the node serves, in the markup of the terminal."""
     if status.draining:
         return "[yellow]draining[/yellow]"
     return "[green]serving[/green]" if status.serving else "[yellow]not serving[/yellow]"
@@ -117,9 +123,9 @@ def _cells(report: NodeReport) -> tuple[str, ...]:
         blocks = (f"{used:,}", f"{arena.cached_lcm_blocks:,}", f"{arena.total_lcm_blocks:,}")
     return (
         info.node_id,
-        mesh_pb2.NodeRole.Name(info.role).removeprefix("NODE_ROLE_").lower(),
+        role_name(info),
         report.address,
-        _state(status),
+        state_text(status),
         info.model or "-",
         f"{status.num_waiting_requests:,}",
         f"{status.num_running_requests:,}",

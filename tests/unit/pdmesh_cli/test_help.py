@@ -22,6 +22,8 @@ _COMMANDS = (
     "demo",
     "plan",
     "generate",
+    "chat",
+    "bench",
     "status",
     "drain",
     "config check",

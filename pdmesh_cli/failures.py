@@ -1,0 +1,56 @@
+"""How a command that failed ends: one line for the user, and a status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, NoReturn
+
+from rich.console import Console
+
+from node_runtime.errors import BadConfig, NodeError, PortInUse
+from pdmesh_cli.child import ChildError
+from pdmesh_cli.client_types import PdmeshError
+from pdmesh_cli.model_fetch import ModelFetchError
+
+EXIT_FAILURE: Final = 1
+EXIT_BAD_USAGE: Final = 2
+
+
+@contextmanager
+def reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
+    """Ends the command with one clear line for what can go wrong in the open; defects keep their traceback.
+
+    `quote_logs` shows the last lines of a child that failed, for commands that do not show them anyway.
+    """
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield
+    except BadConfig as error:
+        _fail(err, error, EXIT_BAD_USAGE)
+    except ChildError as error:
+        for line in error.last_lines if quote_logs else ():
+            err.print(f"  {line}", style="bright_black", markup=False)
+        _fail(err, error, EXIT_FAILURE)
+    except PortInUse as error:
+        _fail(err, f"{error}; choose another with --port, or 0 for a free one", EXIT_FAILURE)
+    except (ModelFetchError, PdmeshError, NodeError) as error:
+        _fail(err, _with_advice(error), EXIT_FAILURE)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        err.print("interrupted")
+        sys.exit(128 + signal.SIGINT)
+
+
+def _with_advice(error: Exception) -> str:
+    """The message, and what to do next where that is known."""
+    if isinstance(error, PdmeshError) and error.message.startswith("cannot connect to "):
+        return f"{error}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
+    return str(error)
+
+
+def _fail(err: Console, error: Exception | str, exit_code: int) -> NoReturn:
+    err.print(f"pdmesh: {error}", style="red", markup=False)
+    sys.exit(exit_code)

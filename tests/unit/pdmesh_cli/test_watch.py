@@ -1,0 +1,68 @@
+"""The live view of the nodes."""
+
+from __future__ import annotations
+
+from pdmesh.v1 import mesh_pb2
+from rich.console import Console
+
+from pdmesh_cli.status import NodeReport
+from pdmesh_cli.watch import Look, arena_bar, watch_table
+
+
+def report(num_steps: int, *, incarnation: int = 1) -> NodeReport:
+    return NodeReport(
+        address="10.0.0.1:7701",
+        info=mesh_pb2.NodeInfo(node_id="decode-1", role=mesh_pb2.NODE_ROLE_DECODE, incarnation=incarnation),
+        status=mesh_pb2.NodeStatus(
+            serving=True,
+            num_running_requests=3,
+            num_steps=num_steps,
+            arena=mesh_pb2.ArenaStatus(total_lcm_blocks=100, empty_lcm_blocks=60, active_lcm_blocks=40),
+            peers=[mesh_pb2.PeerStatus(node_id="prefill-1", state="ready"), mesh_pb2.PeerStatus(state="suspect")],
+        ),
+    )
+
+
+def shown(look: Look, before: Look | None = None) -> str:
+    console = Console(width=200, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(watch_table(look, before))
+    return capture.get()
+
+
+def test_rates_are_those_since_the_last_look() -> None:
+    before = Look((report(10),), 100.0)
+    text = shown(Look((report(40),), 102.0), before)
+    assert "decode-1" in text
+    assert "15.0" in text
+    assert "40/100" in text
+    assert "1 of 2 ready" in text
+    assert "suspect" in text
+
+
+def test_a_node_that_was_started_anew_has_no_rate_yet() -> None:
+    text = shown(Look((report(40, incarnation=2),), 102.0), Look((report(10),), 100.0))
+    assert "15.0" not in text
+
+
+def test_a_node_that_does_not_answer_is_shown_with_the_reason() -> None:
+    text = shown(Look((NodeReport(address="10.0.0.2:7701", error="UNAVAILABLE: gone"),), 1.0))
+    assert "10.0.0.2:7701" in text
+    assert "UNAVAILABLE: gone" in text
+
+
+def test_the_bar_has_a_cell_for_whatever_holds_a_block_and_always_the_same_width() -> None:
+    for active, cached, quarantined in ((0, 0, 0), (1, 1, 1), (9_997, 1, 1), (5_000, 5_000, 0), (3_333, 3_333, 3_333)):
+        arena = mesh_pb2.ArenaStatus(
+            total_lcm_blocks=10_000,
+            active_lcm_blocks=active,
+            cached_lcm_blocks=cached,
+            quarantined_lcm_blocks=quarantined,
+            empty_lcm_blocks=10_000 - active - cached - quarantined,
+        )
+        bar = arena_bar(arena)
+        assert bar.plain.count("█") == 24
+        drawn = {str(span.style) for span in bar.spans if span.end > span.start}
+        for style, count in (("green", active), ("blue", cached), ("red", quarantined)):
+            assert (style in drawn) == bool(count)
+    assert arena_bar(mesh_pb2.ArenaStatus()).plain == "-"
