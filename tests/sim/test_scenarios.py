@@ -6,6 +6,7 @@ Besides the text and the memory, which every run is judged by, each test says wh
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,7 @@ from simulation.faults import (
     MeddleWith,
     Partition,
     RollingRestart,
+    Slow,
     Stop,
 )
 from simulation.model import ModelKind
@@ -43,16 +45,14 @@ def play(
     num_prefill: int = 2,
     num_decode: int = 2,
     num_fused: int = 0,
-    num_tensor_ranks: int = 1,
+    num_requests: int = 6,
     cancel_after_s: float | None = None,
+    is_verbose: bool = False,
+    **traits: object,
 ) -> Outcome:
-    settings = ComputeSettings(
-        kind=kind,
-        num_lcm_blocks=40,
-        max_batch_size=8,
-        token_budget=16,
-        verifies=True,
-        num_tensor_ranks=num_tensor_ranks,
+    """`traits` are those of all nodes."""
+    settings = replace(
+        ComputeSettings(kind=kind, num_lcm_blocks=40, max_batch_size=8, token_budget=16, verifies=True), **traits
     )
     requests = tuple(
         Request(
@@ -64,7 +64,7 @@ def play(
             timeout_s=60.0,
             cancel_after_s=cancel_after_s,
         )
-        for number in range(6)
+        for number in range(num_requests)
     )
     outcome = simulate(
         Scenario(
@@ -76,7 +76,8 @@ def play(
             fused=(settings,) * num_fused,
             requests=requests,
             faults=faults,
-        )
+        ),
+        is_verbose=is_verbose,
     )
     assert not outcome.findings, explain(outcome)
     return outcome
@@ -138,9 +139,10 @@ def test_a_partition_between_two_nodes_is_routed_around(control: bool, data: boo
     assert all_served(play(partition))
 
 
-def test_a_lost_run_fails_its_own_handoff_and_no_client() -> None:
-    for nth in range(0, 12, 3):
-        assert all_served(play(LoseRun(source="prefill-1", target="decode-1", at_s=BEGIN_S, nth=nth)))
+@pytest.mark.parametrize("kind", ModelKind)
+def test_a_lost_run_fails_its_own_handoff_and_no_client(kind: ModelKind) -> None:
+    for nth in range(0, 12, 4):
+        assert all_served(play(LoseRun(source="prefill-1", target="decode-1", at_s=BEGIN_S, nth=nth), kind=kind))
 
 
 def test_a_wrong_bit_is_found_before_anything_reads_it() -> None:
@@ -218,3 +220,33 @@ def test_a_cache_is_cleared_when_nobody_needs_it_and_never_before() -> None:
     assert busy.seen["clear FAILED_PRECONDITION"]
     idle = play(*(ClearCache(host=name, at_s=BEGIN_S + 5.0) for name in ("prefill-1", "decode-1")))
     assert idle.seen["clear OK"] == 2
+
+
+def test_a_burst_beyond_small_queues_is_served_in_turn() -> None:
+    """That none passes another is judged in every run: here they are many, and all of one size."""
+    burst = play(num_prefill=1, num_decode=1, num_requests=20, max_ready_ungranted=2, max_batch_size=2)
+    assert all_served(burst)
+
+
+def test_a_slow_prefill_node_fills_no_log() -> None:
+    slow = Slow(host="prefill-1", at_s=BEGIN_S, for_s=20.0, control_s=0.5, data_s=0.5, compute_factor=30.0)
+    outcome = play(slow, num_prefill=1, num_decode=1, is_verbose=True)
+    assert all_served(outcome)
+    said = [line for line in outcome.lines if " decode-1 " in line and " log" in line]
+    assert len(said) <= 3 * len(outcome.statuses), said
+
+
+def test_clients_that_leave_while_requests_give_way_leave_nothing_behind() -> None:
+    num_retractions = 0
+    for cancel_after_s in (None, 0.15, 0.2, 0.25):
+        outcome = play(
+            num_prefill=1,
+            num_decode=1,
+            num_requests=8,
+            num_lcm_blocks=14,
+            is_overcommitted=True,
+            cancel_after_s=cancel_after_s,
+        )
+        num_retractions += outcome.seen.get("retraction", 0)
+        assert set(outcome.statuses) <= {"OK", "LEFT"}
+    assert num_retractions
