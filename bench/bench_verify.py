@@ -42,6 +42,7 @@ from cache_runtime.transfer.block_spans import block_spans
 from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.engine import DataPlaneError, Region, TransferEngine
 from cache_runtime.transfer.manifest_builder import build_manifest
+from cache_runtime.transfer.peer_hasher import EqualRanksHasher
 from cache_runtime.transfer.planner import plan_block_runs
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.messages import Checksums
@@ -153,7 +154,7 @@ class Sender:
         key = KEYS[verify]
         transfer = OutgoingTransfer(self._link, on_news, key=key, now_s=time.monotonic, write_timeout_s=60.0)
         checksums = TransferChecksums(
-            BlockHasher(self._source),
+            EqualRanksHasher([self._source]),
             self._hashing,
             handoff_id=key,
             tell=on_checksums,

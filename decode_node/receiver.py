@@ -114,7 +114,7 @@ class IncomingHandoff:
             drain_bound_s=drain_bound_s,
             notice_bound_s=notice_bound_s,
             vocab_size=vocab_size,
-            fields_per_group=verifier.fields_per_group,
+            digests_per_block=verifier.digests_per_block,
         )
         self._outgoing: asyncio.Queue[RequestMessage] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None

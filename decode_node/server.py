@@ -181,7 +181,7 @@ class DecodeNode:
         )
         verifier = TransferVerifier(
             data_plane.manifest.logical,
-            data_plane.manifest.ranks[0],
+            data_plane.manifest.ranks,
             fraction=config.verified_fraction,
             seed=secrets.randbits(64),
         )

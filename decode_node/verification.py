@@ -20,11 +20,12 @@ from node_runtime.handoff.messages import Checksums, GroupGrant
 class TransferVerifier:
     """Chooses the handoffs to verify and counts them. `find_damage` is for worker threads, the rest for the loop's."""
 
-    def __init__(self, logical: LogicalManifest, placement: RankPlacement, *, fraction: float, seed: int) -> None:
-        """`fraction` of the handoffs are verified, 0 for none, 1 for all. `placement` is that of our own arena."""
+    def __init__(self, logical: LogicalManifest, ranks: Sequence[RankPlacement], *, fraction: float, seed: int) -> None:
+        """`fraction` of the handoffs are verified, 0 for none, 1 for all. `ranks` are those of our own arenas."""
         self._group_of = {item.field_id: item.group_id for item in logical.fields}
-        self.fields_per_group: Mapping[str, int] = Counter(self._group_of.values())
-        self._hasher = BlockHasher(placement)
+        # One for each field, on each rank.
+        self.digests_per_block: Mapping[str, int] = Counter(list(self._group_of.values()) * len(ranks))
+        self._hashers = tuple(BlockHasher(rank) for rank in ranks)
         self._fraction = fraction
         self._random = random.Random(seed)
         self.num_verified = 0
@@ -47,8 +48,10 @@ class TransferVerifier:
             group = granted.get(self._group_of.get(told.field_id, ""))
             if group is None or told.first_slot < group.first_slot or told.end_slot > group.end_slot:
                 return f"checksums came for what was not granted: {told.where}"
+            if told.tp_rank >= len(self._hashers):
+                return f"checksums came for what was not granted: {told.where}"
             blocks = group.block_ids[told.first_slot - group.first_slot : told.end_slot - group.first_slot]
-            spans.append(self._hasher.spans(told.field_id, blocks))
+            spans.append(self._hashers[told.tp_rank].spans(told.field_id, blocks))
         digests = digest(np.concatenate(spans)) if spans else b""
         begin = 0
         for told in checksums.fields:

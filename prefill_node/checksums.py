@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cache_runtime.transfer.checksums import BlockHasher
 from cache_runtime.transfer.engine import NO_SPANS
+from cache_runtime.transfer.peer_hasher import PeerHasher
 from node_runtime.handoff.messages import DIGEST_BYTES, Checksums, FieldChecksums
 from prefill_node.outgoing import HashedWrite
 
@@ -56,7 +56,7 @@ class TransferChecksums:
 
     def __init__(
         self,
-        hasher: BlockHasher,
+        hasher: PeerHasher,
         executor: Executor,
         *,
         handoff_id: bytes,
@@ -69,15 +69,15 @@ class TransferChecksums:
             executor: One thread, which hashes in the order in which it was asked; idle where the link hashes.
             tell: Hears the checksums, on any thread; must not block.
             on_fault: Hears why there are none, in the same way.
-            link_hashes: Whether the link hashes what it sends, see `PeerLink`.
+            link_hashes: Whether the link hashes what it sends, see `PeerLink`. It cannot where blocks are recut.
         """
         self._hasher = hasher
         self._executor = executor
         self._handoff_id = handoff_id
         self._tell = tell
         self._on_fault = on_fault
-        self._link_hashes = link_hashes
-        self._min_part_digests = _MIN_HASHED_PART_DIGESTS if link_hashes else _MIN_PART_DIGESTS
+        self._link_hashes = link_hashes and hasher.is_whole
+        self._min_part_digests = _MIN_HASHED_PART_DIGESTS if self._link_hashes else _MIN_PART_DIGESTS
         self._lock = threading.Lock()
         self._has_failed = False
         self._is_complete = False
@@ -101,13 +101,18 @@ class TransferChecksums:
 
     def _hashed_by_link(self, shipped: Sequence[ShippedBlocks]) -> HashedWrite:
         try:
-            spans = [self._hasher.spans(field_id, piece.blocks) for piece in shipped for field_id in piece.field_ids]
+            spans = [
+                self._hasher.spans(rank, field_id, piece.blocks)
+                for piece, field_id, rank in _in_order(shipped, self._hasher.num_ranks)
+            ]
         except Exception as error:
             self._fail(error)
             return HashedWrite(blocks=NO_SPANS, on_landed=lambda _: None)
         return HashedWrite(
             blocks=np.concatenate(spans),
-            on_landed=lambda digests: self._run(lambda: self._note_landed(_split(shipped, digests))),
+            on_landed=lambda digests: self._run(
+                lambda: self._note_landed(_split(shipped, self._hasher.num_ranks, digests))
+            ),
         )
 
     def _submit(self, work: Callable[[], None]) -> None:
@@ -131,10 +136,9 @@ class TransferChecksums:
         self._on_fault(error)
 
     def _hash(self, shipped: Sequence[ShippedBlocks], hashed: list[FieldChecksums]) -> None:
-        for piece in shipped:
-            for field_id in piece.field_ids:
-                digests = self._hasher.digests(field_id, piece.blocks)
-                hashed.append(FieldChecksums(field_id=field_id, first_slot=piece.first_slot, digests=digests))
+        for piece, field_id, rank in _in_order(shipped, self._hasher.num_ranks):
+            digests = self._hasher.digests(rank, field_id, piece.blocks)
+            hashed.append(_told(piece, field_id, rank, digests))
 
     def _note_landed(self, hashed: Sequence[FieldChecksums]) -> None:
         with self._lock:
@@ -159,17 +163,27 @@ class TransferChecksums:
             self._tell(ChecksumsComplete(num_parts=self._num_parts))
 
 
-def _split(shipped: Sequence[ShippedBlocks], digests: bytes) -> list[FieldChecksums]:
-    """`digests`: of every block of every field of every piece, in this order."""
+def _in_order(shipped: Sequence[ShippedBlocks], num_ranks: int) -> Iterator[tuple[ShippedBlocks, str, int]]:
+    """Every field of every piece for every rank of the peer."""
+    for piece in shipped:
+        for field_id in piece.field_ids:
+            for rank in range(num_ranks):
+                yield piece, field_id, rank
+
+
+def _split(shipped: Sequence[ShippedBlocks], num_ranks: int, digests: bytes) -> list[FieldChecksums]:
+    """`digests`: of every block, in the order of `_in_order`."""
     split: list[FieldChecksums] = []
     begin = 0
-    for piece in shipped:
-        num_bytes = len(piece.blocks) * DIGEST_BYTES
-        for field_id in piece.field_ids:
-            mine = digests[begin : begin + num_bytes]
-            split.append(FieldChecksums(field_id=field_id, first_slot=piece.first_slot, digests=mine))
-            begin += num_bytes
+    for piece, field_id, rank in _in_order(shipped, num_ranks):
+        end = begin + len(piece.blocks) * DIGEST_BYTES
+        split.append(_told(piece, field_id, rank, digests[begin:end]))
+        begin = end
     return split
+
+
+def _told(piece: ShippedBlocks, field_id: str, rank: int, digests: bytes) -> FieldChecksums:
+    return FieldChecksums(field_id=field_id, first_slot=piece.first_slot, digests=digests, tp_rank=rank)
 
 
 def _parts(landed: Sequence[FieldChecksums]) -> Iterator[tuple[FieldChecksums, ...]]:

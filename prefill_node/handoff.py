@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from cache_runtime.transfer.checksums import BlockHasher
-from cache_runtime.transfer.engine import PeerLink, TransferError, TransferRefused, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.engine import TransferError, TransferRefused, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.peer_hasher import NodeHasher
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import (
@@ -120,24 +120,24 @@ class Progress:
 class ChecksumTools:
     """What the checksums of a prefill node's transfers are taken with."""
 
-    hasher: BlockHasher
+    hasher: NodeHasher
     executor: Executor
 
     def begin(
         self,
         handoff_id: bytes,
-        link: PeerLink,
+        peer: DecodePeer,
         tell: Callable[[ChecksumNews], None],
         on_fault: Callable[[Exception], None],
     ) -> TransferChecksums:
-        """The checksums of one handoff over `link`; both callables are called on the executor's thread."""
+        """The checksums of one handoff to `peer`; both callables are called on any thread."""
         return TransferChecksums(
-            self.hasher,
+            self.hasher.for_peer(len(peer.targets)),
             self.executor,
             handoff_id=handoff_id,
             tell=tell,
             on_fault=on_fault,
-            link_hashes=link.hashes,
+            link_hashes=peer.link.hashes,
         )
 
 
@@ -216,9 +216,7 @@ class PromptHandoff:
             self._carry_out(action)
         self._request_id = start.request_id
         self._handoff_id = start.handoff_id
-        # Of ranks that ship parts of blocks there are none, as from a node that knows no checksums.
-        hasher = self._tools.checksums.hasher
-        self._wants_checksums = start.wants_checksums and hasher.can_compare(self._peer.targets[0])
+        self._wants_checksums = start.wants_checksums
 
     def feed(self, event: PrefillEvent) -> None:
         """Takes one event. A peer that breaks the protocol ends its own handoff and nothing else."""
@@ -301,7 +299,7 @@ class PromptHandoff:
         )
         checksums = None
         if self._wants_checksums:
-            checksums = self._tools.checksums.begin(grant.handoff_id, self._peer.link, self._hop, self._transfer.fail)
+            checksums = self._tools.checksums.begin(grant.handoff_id, self._peer, self._hop, self._transfer.fail)
         self._tools.sender.grant(self._engine_id, grant, self._peer.targets, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
-from cache_runtime.transfer.checksums import BlockHasher
+from cache_runtime.transfer.peer_hasher import NodeHasher
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on, feed_on
@@ -99,7 +99,7 @@ class PrefillNode:
                 peers=self._peers,
                 clock=clock,
                 checksums=ChecksumTools(
-                    hasher=BlockHasher(data_plane.manifest.ranks[0]),
+                    hasher=NodeHasher(data_plane.manifest.logical, data_plane.manifest.ranks),
                     executor=self._hashing,
                 ),
                 grant_bound_s=config.grant_timeout_s,

@@ -25,14 +25,6 @@ class BlockHasher:
         """The arena that `placement` describes must be host memory of this process and outlive the hasher."""
         self._placement = placement
 
-    def can_compare(self, other: RankPlacement) -> bool:
-        """Whether the rank of `other` holds whole blocks of ours, so that digests of the two mean the same bytes."""
-        ours = self._placement
-        theirs = {item.field_id: item.block_bytes for item in other.fields}
-        return ours.tp_size == other.tp_size == 1 and theirs == {
-            item.field_id: item.block_bytes for item in ours.fields
-        }
-
     def spans(self, field_id: str, blocks: Iterable[int]) -> Spans:
         """int64[num_blocks, 2]: addresses of the blocks in a field, in the given order.
 

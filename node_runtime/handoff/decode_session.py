@@ -63,18 +63,18 @@ class DecodeHandoff:
         drain_bound_s: float,
         notice_bound_s: float,
         vocab_size: int,
-        fields_per_group: Mapping[str, int] = MappingProxyType({}),
+        digests_per_block: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             drain_bound_s: How long a write may still land after its writer stopped posting or died.
             notice_bound_s: How long a writer without a lease may go on before it notices that its stream broke.
-            fields_per_group: Number of fields of each group, for handoffs that ask for checksums.
+            digests_per_block: Checksums that come for a block of each group, for handoffs that ask for them.
         """
         self._start = start
         self._vocab_size = vocab_size
         self._groups: tuple[GroupGrant, ...] = ()
-        self._fields_per_group = fields_per_group
+        self._digests_per_block = digests_per_block
         # What is known of the checksums: the parts that came, those under comparison, and how many blocks all cover.
         self._parts: set[int] = set()
         self._num_comparing = 0
@@ -209,7 +209,7 @@ class DecodeHandoff:
         done = self._done
         if done is None or self._num_comparing or len(self._parts) < done.num_checksum_parts:
             return ()
-        num_expected = sum(len(group.block_ids) * self._fields_per_group[group.group_id] for group in self._groups)
+        num_expected = sum(len(group.block_ids) * self._digests_per_block[group.group_id] for group in self._groups)
         if self._num_checksums != num_expected:
             return self._damaged(f"checksums of {self._num_checksums} blocks came, {num_expected} were granted")
         self._state = DecodeState.DONE

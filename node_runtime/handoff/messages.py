@@ -177,13 +177,18 @@ class HandoffTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldChecksums:
-    """Digests of blocks of one field, from the table slot `first_slot` on (`cache_runtime.transfer.checksums`)."""
+    """Digests of blocks of one field, from the table slot `first_slot` on (`cache_runtime.transfer.checksums`).
+
+    `tp_rank`: the tensor rank of the decode node that holds them.
+    """
 
     field_id: str
     first_slot: int
     digests: bytes
+    tp_rank: int = 0
 
     def __post_init__(self) -> None:
+        require(self.tp_rank >= 0, f'field "{self.field_id}" tp_rank: {self.tp_rank} given, at least 0 required')
         require(
             len(self.digests) % DIGEST_BYTES == 0,
             f'field "{self.field_id}" digests: {len(self.digests)} bytes given, a multiple of {DIGEST_BYTES} required',
@@ -200,7 +205,8 @@ class FieldChecksums:
     @property
     def where(self) -> str:
         """For messages to people."""
-        return f"{self.field_id}, table slots [{self.first_slot}, {self.end_slot})"
+        rank = f" of tensor rank {self.tp_rank}" if self.tp_rank else ""
+        return f"{self.field_id}{rank}, table slots [{self.first_slot}, {self.end_slot})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,7 +192,9 @@ def _checksums_to_proto(checksums: Checksums) -> handoff_pb2.Checksums:
         handoff_id=checksums.handoff_id,
         part=checksums.part,
         fields=[
-            handoff_pb2.FieldChecksums(field_id=item.field_id, first_slot=item.first_slot, digests=item.digests)
+            handoff_pb2.FieldChecksums(
+                field_id=item.field_id, first_slot=item.first_slot, digests=item.digests, tp_rank=item.tp_rank
+            )
             for item in checksums.fields
         ],
     )
@@ -203,7 +205,9 @@ def _checksums_from_proto(checksums: handoff_pb2.Checksums) -> Checksums:
         handoff_id=checksums.handoff_id,
         part=checksums.part,
         fields=tuple(
-            FieldChecksums(field_id=item.field_id, first_slot=item.first_slot, digests=item.digests)
+            FieldChecksums(
+                field_id=item.field_id, first_slot=item.first_slot, digests=item.digests, tp_rank=item.tp_rank
+            )
             for item in checksums.fields
         ),
     )

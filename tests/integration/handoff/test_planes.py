@@ -87,10 +87,10 @@ async def test_what_a_plane_hashed_on_arrival_is_compared_with_what_was_hashed_o
     one, other = await pair(mesh, [make], [make], {"verify_transfers": "all"})
     landed = prefill_node.checksums._split
 
-    def told_wrongly(shipped: Sequence[ShippedBlocks], digests: bytes) -> list[FieldChecksums]:
+    def told_wrongly(shipped: Sequence[ShippedBlocks], num_ranks: int, digests: bytes) -> list[FieldChecksums]:
         changed = bytearray(digests)
         changed[place] ^= 4
-        return landed(shipped, bytes(changed))
+        return landed(shipped, num_ranks, bytes(changed))
 
     with monkeypatch.context() as patched:
         patched.setattr(prefill_node.checksums, "_split", told_wrongly)

@@ -96,6 +96,29 @@ async def test_a_dead_rank_of_the_decode_node_ends_its_streams_as_unavailable_an
     assert len((await mesh.generate(other, PROMPT, prefill_address=prefill.address)).token_ids) == 4
 
 
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 2)])
+async def test_bytes_that_are_damaged_on_the_way_to_a_rank_are_found_before_they_are_used(
+    mesh: FakeMesh, num_prefill: int, num_decode: int
+) -> None:
+    prefill = await mesh.prefill(num_ranks=num_prefill)
+    decode = await mesh.decode(prefill, num_ranks=num_decode, config={"verify_transfers": "all"})
+    await mesh.generate(decode, [1, 2], max_tokens=1, prefill_address=prefill.address)
+    num_steps = decode.node.engine.snapshot.num_steps
+    # The second way is proved anew first, which takes a run.
+    for num_runs in (0, 3):
+        mesh.fabric.flip_bit(decode.endpoint, num_runs)
+        code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
+        assert code == grpc.StatusCode.DATA_LOSS
+        assert "the cache differs from what was sent in layers." in message
+    assert decode.node.engine.snapshot.num_steps == num_steps
+    for prompt in (PROMPT, [*PROMPT[:20], 5, 6, 7]):
+        assert len((await mesh.generate(decode, prompt, prefill_address=prefill.address)).token_ids) == 4
+    status = await mesh.status(decode)
+    assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (5, 2)
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
 def with_ranks_apart(manifest: PlacementManifest) -> PlacementManifest:
     """As of a node whose ranks have data planes of their own."""
     first, second = manifest.ranks

@@ -143,7 +143,11 @@ response_messages = (
         part=UINT32,
         fields=st.lists(
             st.builds(
-                FieldChecksums, field_id=PRINTABLE, first_slot=UINT32, digests=st.sampled_from([b"", b"12345678" * 3])
+                FieldChecksums,
+                field_id=PRINTABLE,
+                first_slot=UINT32,
+                digests=st.sampled_from([b"", b"12345678" * 3]),
+                tp_rank=UINT32,
             ),
             max_size=2,
         ).map(tuple),

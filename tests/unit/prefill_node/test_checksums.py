@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 
 import numpy as np
@@ -28,17 +28,22 @@ class SameThread(Executor):
 
 
 class Hasher:
-    """Each block's number as its digest."""
+    """Each block's number as its digest, and 1000 more for each rank of the peer."""
 
-    def digests(self, field_id: str, blocks: Iterable[int]) -> bytes:
+    is_whole = True
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
+
+    def digests(self, rank: int, field_id: str, blocks: Sequence[int]) -> bytes:
         if field_id == "broken":
             raise KeyError(field_id)
-        return b"".join(block.to_bytes(8, "little") for block in blocks)
+        return b"".join((1000 * rank + block).to_bytes(8, "little") for block in blocks)
 
-    def spans(self, field_id: str, blocks: Iterable[int]) -> Spans:
+    def spans(self, rank: int, field_id: str, blocks: Sequence[int]) -> Spans:
         if field_id == "broken":
             raise KeyError(field_id)
-        return np.array([(block, block + 1) for block in blocks])
+        return np.array([(1000 * rank + block, 1000 * rank + block + 1) for block in blocks])
 
 
 @pytest.fixture
@@ -153,3 +158,32 @@ def test_a_node_that_stops_fails_the_handoff_and_raises_nothing(checksums, news,
     landed.on_landed(b"")
     assert [type(fault) for fault in faults] == [RuntimeError]
     assert news == []
+
+
+@pytest.mark.parametrize("link_hashes", [False, True])
+def test_a_peer_of_several_ranks_is_told_of_every_block_on_each(news, faults, executor, link_hashes: bool) -> None:
+    checksums = TransferChecksums(
+        Hasher(2), executor, handoff_id=ID, tell=news.append, on_fault=faults.append, link_hashes=link_hashes
+    )
+    write = checksums.posting([ShippedBlocks(field_ids=("k", "v"), first_slot=5, blocks=(9, 7))])
+    numbers = write.blocks[:, 0].tolist() if link_hashes else []
+    write.on_landed(b"".join(number.to_bytes(8, "little") for number in numbers))
+    checksums.complete()
+    told = [(item.field_id, item.tp_rank) for message in news[:-1] for item in message.fields]
+    assert told == [("k", 0), ("k", 1), ("v", 0), ("v", 1)]
+    assert [block for _, _, block in covered(news)] == 2 * [9, 7, 1009, 1007]
+
+
+def test_a_link_is_not_asked_for_blocks_that_are_put_together_from_those_of_several_ranks(
+    news, faults, executor
+) -> None:
+    hasher = Hasher(2)
+    hasher.is_whole = False
+    checksums = TransferChecksums(
+        hasher, executor, handoff_id=ID, tell=news.append, on_fault=faults.append, link_hashes=True
+    )
+    write = checksums.posting(shipped("k", 0, 1))
+    assert not len(write.blocks)
+    write.on_landed(b"")
+    checksums.complete()
+    assert covered(news) == [("k", 0, 1), ("k", 0, 1001)]

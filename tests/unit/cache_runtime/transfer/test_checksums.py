@@ -90,15 +90,3 @@ def test_no_byte_outside_of_the_arena_is_read() -> None:
 def test_a_field_that_the_placement_lacks_is_an_error() -> None:
     with pytest.raises(KeyError, match="v"):
         arena(BLOCK_BYTES, 0, fill=0)[0].digests("v", [1])
-
-
-def test_only_ranks_that_hold_whole_blocks_can_be_compared() -> None:
-    hasher, _ = arena(BLOCK_BYTES, 0, fill=0)
-    other = replace(
-        rank(), fields=(FieldPlacement(field_id="k", offset_bytes=9, block_stride_bytes=99, block_bytes=24),)
-    )
-    assert hasher.can_compare(other)
-    half = replace(other.fields[0], block_bytes=12)
-    assert not hasher.can_compare(replace(other, fields=(half,)))
-    assert not hasher.can_compare(replace(other, tp_size=2))
-    assert not hasher.can_compare(replace(other, fields=(*other.fields, replace(half, field_id="v"))))

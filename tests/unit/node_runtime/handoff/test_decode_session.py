@@ -87,7 +87,7 @@ def new_session(lease_s: float = LEASE_S) -> DecodeHandoff:
         drain_bound_s=DRAIN_BOUND_S,
         notice_bound_s=NOTICE_BOUND_S,
         vocab_size=VOCAB_SIZE,
-        fields_per_group={"full": 1},
+        digests_per_block={"full": 1},
     )
 
 

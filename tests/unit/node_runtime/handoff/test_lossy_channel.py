@@ -82,7 +82,7 @@ class World:
         self.prefill_has_leases = prefill_has_leases
         self.now_s = 100.0
         self.decode = DecodeHandoff(
-            opening, drain_bound_s=DRAIN_S, notice_bound_s=NOTICE_S, vocab_size=50, fields_per_group={"full": 1}
+            opening, drain_bound_s=DRAIN_S, notice_bound_s=NOTICE_S, vocab_size=50, digests_per_block={"full": 1}
         )
         self.prefill = PrefillHandoff(check_start=lambda _: None, check_grant=lambda *_: None, stall_bound_s=STALL_S)
         self.requests: list[RequestMessage] = []
