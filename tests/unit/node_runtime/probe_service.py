@@ -72,6 +72,7 @@ class FixedReporter:
 
     def __init__(self, *, is_idle: bool = True) -> None:
         self._is_idle = is_idle
+        self.prefix_feed = None
 
     def info(self) -> mesh_pb2.NodeInfo:
         return mesh_pb2.NodeInfo(node_id="probe", role=mesh_pb2.NODE_ROLE_DECODE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -46,6 +46,7 @@ async def outcome_of(channel: Channel, method: str) -> str:
     calls = {
         "Bootstrap": lambda: channel.unary(probe.prefill.Bootstrap, prefill_pb2.BootstrapRequest(), timeout_s=10),
         "Generate": lambda: _drained(channel, probe),
+        "Follow": lambda: _first_update(channel, probe),
         "GetNodeStatus": lambda: channel.unary(probe.node.GetNodeStatus, mesh_pb2.GetNodeStatusRequest(), timeout_s=10),
         "ClearCache": lambda: channel.unary(probe.node.ClearCache, mesh_pb2.ClearCacheRequest(), timeout_s=10),
     }
@@ -61,11 +62,18 @@ async def _drained(channel: Channel, probe: Probe) -> None:
         pass
 
 
+async def _first_update(channel: Channel, probe: Probe) -> None:
+    updates = channel.server_stream(probe.node.Follow, mesh_pb2.FollowRequest(), timeout_s=10)
+    async with aclosing(updates):
+        async for _ in updates:
+            return
+
+
 MAY_CALL = {
-    "router": {"Generate", "GetNodeStatus"},
+    "router": {"Generate", "GetNodeStatus", "Follow"},
     "decode": {"Bootstrap", "GetNodeStatus"},
     "prefill": {"GetNodeStatus"},
-    "operator": {"GetNodeStatus", "ClearCache"},
+    "operator": {"GetNodeStatus", "Follow", "ClearCache"},
     "client": set(),
 }
 
@@ -77,7 +85,7 @@ async def test_a_certificate_opens_what_its_role_is_for_and_nothing_else(tmp_pat
         channel = dial(authority, role, probe.address)
         outcomes = {
             method: await outcome_of(channel, method)
-            for method in ("Bootstrap", "Generate", "GetNodeStatus", "ClearCache")
+            for method in ("Bootstrap", "Generate", "GetNodeStatus", "Follow", "ClearCache")
         }
         await channel.close()
     refused = {method for method, outcome in outcomes.items() if outcome == "PERMISSION_DENIED"}
