@@ -12,6 +12,7 @@ from pdmesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from support import prompts
 from support.mesh import Mesh, start_disaggregated
 from support.processes import NodeProcess, stopping
+from support.tiny_checkpoint import CONTEXT_TOKENS, write_tiny_checkpoint
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
 from cache_runtime.recipes.rows import key_value_fields
@@ -130,38 +131,32 @@ def test_the_decode_node_validates_for_itself(mesh: Mesh) -> None:
     mesh.assert_all_blocks_return()
 
 
-def test_a_request_that_can_never_fit_the_arena_is_refused_and_others_go_on(model_path: Path, tmp_path: Path) -> None:
-    mesh = start_disaggregated(model_path, tmp_path, compute=("--memory", "32MiB", "--num-threads", "1"))
+def test_a_request_that_can_never_fit_the_arena_is_refused_and_others_go_on(tmp_path: Path) -> None:
+    compute = ("--memory", "1MiB", "--num-threads", "1", "--prefix-granularity", "16")
+    mesh = start_disaggregated(write_tiny_checkpoint(tmp_path / "model"), tmp_path, compute=compute)
     with stopping(mesh.router, *mesh.nodes.values()):
         limit = mesh.nodes["decode"].info().max_request_tokens
-        code, message = mesh.client.error(token_ids=prompts.token_prompt(limit), max_tokens=2)
+        assert limit < CONTEXT_TOKENS, "it is the arena that limits requests"
+        long_prompt = [token_id % 256 for token_id in prompts.token_prompt(limit)]
+        code, message = mesh.client.error(token_ids=long_prompt, max_tokens=2)
         assert code in (INVALID, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert str(limit) in message
         # A full arena makes requests wait for one another, not fail.
         streams = [
-            mesh.client.start(token_ids=prompts.token_prompt(limit - 40 - index), max_tokens=30, ignore_eos=True)
+            mesh.client.start(token_ids=long_prompt[index : limit - 40], max_tokens=30, ignore_eos=True)
             for index in range(4)
         ]
         assert [sum(len(response.delta.tokens) for response in stream) for stream in streams] == [30] * 4
         mesh.assert_all_blocks_return()
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--prefix-granularity", "32", ("prefix_granularity", "prefill=32", "decode=64")),
-        ("--weight-version", "v2", ("weight_version", "v2")),
-    ],
-)
-def test_a_peer_that_differs_is_refused_with_every_difference(
-    mesh: Mesh, model_path: Path, tmp_path: Path, option: str, value: str, words: tuple[str, ...]
-) -> None:
-    compute = ("--memory", "128MiB", "--num-threads", "1")
-    other = NodeProcess("prefill", ["--model", str(model_path), "--port", "0", *compute, option, value], tmp_path)
+def test_a_peer_that_differs_is_refused_with_every_difference(mesh: Mesh, model_path: Path, tmp_path: Path) -> None:
+    compute = ("--memory", "128MiB", "--num-threads", "1", "--prefix-granularity", "32", "--weight-version", "v2")
+    other = NodeProcess("prefill", ["--model", str(model_path), "--port", "0", *compute], tmp_path)
     with stopping(other):
         code, message = decode_error(mesh, prefill_address=other.address)
         assert code == grpc.StatusCode.FAILED_PRECONDITION
-        for word in words:
+        for word in ("prefix_granularity", "prefill=32", "decode=64", "weight_version", "v2"):
             assert word in message, message
 
 
