@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -54,28 +55,44 @@ def test_the_code_keeps_the_import_contracts() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "contract"),
-    [
-        ("cache_runtime/arena.py", "import node_runtime", "Layers"),
-        ("scheduler_core/extra.py", "import cache_runtime", "Layers"),
-        ("prefill_node/service.py", "import decode_node", "Layers"),
-        ("cache_runtime/arena.py", "import mooncake", "Mooncake"),
-        ("decode_node/service.py", "import grpc", "gRPC"),
-        ("decode_node/service.py", "from opentelemetry import trace", "OpenTelemetry"),
-        ("router_node/service.py", "import uvicorn", "HTTP"),
-        ("router_node/service.py", "import llguidance", "grammar"),
-        ("router_node/service.py", "import torch", "no torch"),
-    ],
-)
-def test_a_planted_violation_breaks_its_contract(module: str, line: str, contract: str, tmp_path: Path) -> None:
-    empty_project(tmp_path)
-    path = tmp_path / module
-    path.write_text(line + "\n", encoding="utf-8")
-    result = lint_imports(tmp_path)
+# By module: an import that breaks a contract, and a word of that contract's name.
+VIOLATIONS = {
+    "cache_runtime.arena": ("import node_runtime", "Layers"),
+    "scheduler_core.extra": ("import cache_runtime", "Layers"),
+    "prefill_node.service": ("import decode_node", "Layers"),
+    "cache_runtime.mapping": ("import mooncake", "Mooncake"),
+    "decode_node.service": ("import grpc", "gRPC"),
+    "decode_node.server": ("from opentelemetry import trace", "OpenTelemetry"),
+    "router_node.service": ("import torch", "no torch"),
+    "router_node.server": ("import uvicorn", "HTTP"),
+    "router_node.answer": ("import llguidance", "grammar"),
+}
+
+
+@pytest.fixture(scope="module")
+def complaint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What is said of a project with all of the violations: the broken contracts one after the other."""
+    root = tmp_path_factory.mktemp("violations")
+    empty_project(root)
+    for module, (line, _) in VIOLATIONS.items():
+        (root / f"{module.replace('.', '/')}.py").write_text(line + "\n", encoding="utf-8")
+    result = lint_imports(root)
     assert result.returncode != 0, result.stdout
-    broken = [row for row in result.stdout.splitlines() if row.endswith("BROKEN")]
-    assert any(contract in row for row in broken), result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("module", VIOLATIONS)
+def test_a_planted_violation_breaks_its_contract(module: str, complaint: str) -> None:
+    line, contract = VIOLATIONS[module]
+    assert any(contract in row for row in complaint.splitlines() if row.endswith("BROKEN")), complaint
+    _, _, details = complaint.partition("Broken contracts")
+    (section,) = [part for part in sections_of(details) if contract in part.splitlines()[0]]
+    assert f"{module} -> {line.split()[1]} " in section, complaint
+
+
+def sections_of(details: str) -> list[str]:
+    """A broken contract each: its name, underlined by dashes, and the imports that break it."""
+    return re.split(r"\n(?=[^\n]+\n-+\n)", details)
 
 
 def test_torch_distributed_is_imported_by_one_module_alone() -> None:
