@@ -21,6 +21,8 @@ from support.processes import wait_until
 SERVING = health_pb2.HealthCheckResponse.SERVING
 # Shorter than any bound by which a peer is given up.
 SHORT_PAUSE_S = 0.7
+# Clients that wait between two requests, where a test waits for seconds until something is noticed.
+THINK_S = 0.3
 NUM_REQUESTS = 300
 # The first two storms fill pools and caches that are kept; what two more add would be a leak. One of a request's
 # buffers, or of one thread or socket each, is far above this.
@@ -86,7 +88,7 @@ def test_short_pauses_of_a_process_change_no_text(field: Field, role: str) -> No
 
 def test_a_prefill_node_that_wakes_long_after_it_was_given_up_harms_nobody(field: Field) -> None:
     victim = random.Random("long pause").choice(["prefill-0", "prefill-1"])
-    with Load(field, seed=77) as load:
+    with Load(field, think_s=THINK_S, seed=77) as load:
         load.wait_for_tokens(500)
         with field.paused(victim):
             wait_until(lambda: field.peer_state(victim) != "ready", 60.0, f"the router gave {victim} up")
@@ -111,7 +113,7 @@ def test_connections_that_are_reset_again_and_again_change_no_text(field: Field)
 
 
 def test_nodes_behind_a_network_that_swallows_everything_are_left_out_and_taken_back(field: Field) -> None:
-    with Load(field, seed=5) as load:
+    with Load(field, think_s=THINK_S, seed=5) as load:
         load.wait_for_tokens(500)
         for name in PROXIED:
             field.proxies[name].go_silent()
@@ -137,7 +139,7 @@ def test_a_prefill_node_whose_writes_and_words_are_swallowed_is_left_out_and_tak
     cable = field.cable
     if cable is None:
         pytest.skip("this machine allows no network namespaces")
-    with Load(field, seed=6, num_clients=12) as load:
+    with Load(field, think_s=THINK_S, seed=6, num_clients=12) as load:
         load.wait_for_tokens(500)
         cable.cut()
         try:
