@@ -120,6 +120,12 @@ class TransferBroken(NodeError):
     """The data plane failed to move the cache of a request."""
 
 
+class LinkBusy(NodeError):
+    """The way to a peer was taken by other transfers for longer than one may wait for it. Nothing is wrong with it."""
+
+    retry_after_s = 1.0
+
+
 class DeadlineExceeded(NodeError):
     """The deadline of a call passed before its work was done."""
 

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from cache_runtime.transfer.engine import TransferError, TransferRefused, TransferRevoked, TransferTimeout
+from cache_runtime.transfer.engine import (
+    LinkCrowded,
+    TransferError,
+    TransferRefused,
+    TransferRevoked,
+    TransferTimeout,
+)
 from cache_runtime.transfer.peer_hasher import NodeHasher
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
@@ -33,7 +39,7 @@ from node_runtime.engine.messages import (
     TokenGenerated,
     Update,
 )
-from node_runtime.errors import InternalError, InvalidRequest, NodeError, TransferBroken
+from node_runtime.errors import InternalError, InvalidRequest, LinkBusy, NodeError, TransferBroken
 from node_runtime.handoff.events import (
     AbortScheduling,
     Admitted,
@@ -88,9 +94,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long one write may wait for the data plane to take its runs. A prompt that is waiting for its turn on a slow link
-# does not count against the peer, so this is generous; `stop` does not wait for it.
-WRITE_TIMEOUT_S = 30.0
+# How long one write may wait for its turn on the link, and from there on for the data plane to take more of it. The
+# decode node holds memory meanwhile, and another prefill node may have a link that is free.
+LINK_WAIT_S = 10.0
 _UNAVAILABLE = 14
 
 
@@ -294,7 +300,7 @@ class PromptHandoff:
             self._hop,
             key=grant.handoff_id,
             now_s=self._tools.clock.now_s,
-            write_timeout_s=WRITE_TIMEOUT_S,
+            write_timeout_s=LINK_WAIT_S,
             post_until_s=post_until_s,
         )
         checksums = None
@@ -355,7 +361,9 @@ class PromptHandoff:
                 assert_never(news)
 
     def _on_fault(self, error: Exception) -> None:
-        if isinstance(error, TransferError):
+        if isinstance(error, LinkCrowded):
+            self.give_up(LinkBusy(f"the link to decode node {self._peer.node_id} is crowded: {error.reason}"))
+        elif isinstance(error, TransferError):
             # Running out of time says nothing about the peer, and a refusal only that it took its grant back. A new
             # link would break its other handoffs off.
             if not isinstance(error, TransferTimeout | TransferRevoked | TransferRefused):

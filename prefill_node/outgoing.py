@@ -101,7 +101,7 @@ class OutgoingTransfer:
         Args:
             key: Names the grant to a receiver that checks what it places.
             now_s: The node's monotonic clock, read on every thread.
-            write_timeout_s: How long one write may wait for the data plane to take its runs.
+            write_timeout_s: How long one write may wait for its turn on the link, and then for more of it to be taken.
             post_until_s: When the lease ends as far as posting is concerned.
         """
         self._link = link

@@ -134,7 +134,11 @@ class TransferRefused(TransferError):
 
 
 class TransferTimeout(TransferError):
-    """The time limit passed before every run was posted; the rest was never sent."""
+    """A write waited longer than it may for more of it to be posted; the rest was never sent."""
+
+
+class LinkCrowded(TransferTimeout):
+    """Nothing of the write was sent: those ahead of it took longer than it may wait for its turn."""
 
 
 class TransferRevoked(TransferError):
@@ -179,7 +183,10 @@ class PeerLink(Protocol):
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
     ) -> Future[TransferReport]:
-        """Posts `runs` and returns at once; at most `timeout_s` passes until the last one is posted.
+        """Posts `runs` and returns at once; at most `timeout_s` pass until one is posted, and until one more is.
+
+        A write waits for its turn, and is not hurried while it gets on: those before it on the link come first. One
+        whose turn does not come in time ends in `LinkCrowded`, and the link goes on.
 
         `key`, of `KEY_BYTES` bytes, names the permit under which the peer allowed the targets; a one-sided plane has no
         use for it. Runs that no permit holds when they arrive are dropped there; the write ends in `TransferRefused`.

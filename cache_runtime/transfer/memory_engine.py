@@ -21,6 +21,7 @@ from .engine import (
     NO_KEY,
     NO_SPANS,
     EngineClosed,
+    LinkCrowded,
     PeerUnreachable,
     PlaneKind,
     Region,
@@ -279,8 +280,14 @@ class MemoryEngine:
         if self._fabric.faults(peer).runs_until_failure == 0:
             return TransferFailed(peer, f"injected failure; {progress}")
         if self._clock() >= write.deadline_s:
+            if not write.num_landed and self._is_behind_others(write):
+                return LinkCrowded(peer, f"other writes were ahead for {write.timeout_s} s")
             return TransferTimeout(peer, f"{progress} within {write.timeout_s} s")
         return None
+
+    def _is_behind_others(self, write: _Write) -> bool:
+        ahead = itertools.takewhile(lambda other: other is not write, self._queue)
+        return any(other.link is write.link for other in ahead)
 
     def _copy_one(self, write: _Write) -> None:
         run = write.runs[write.num_landed]

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from .engine import (
     EngineClosed,
+    LinkCrowded,
     LinkWedged,
     Run,
     TransferError,
@@ -65,12 +66,14 @@ class PostedWrite:
     num_landed: int = 0
     landed_bytes: int = 0
     error: TransferError | None = None
+    last_post_at_s: float | None = None
     # When posting ended before all runs were out; the drain bound runs from here.
     stopped_at_s: float | None = None
 
     @property
     def deadline_s(self) -> float:
-        return self.posted_at_s + self.timeout_s
+        """Until when one more run must be posted, and after the last one the write have ended."""
+        return (self.posted_at_s if self.last_post_at_s is None else self.last_post_at_s) + self.timeout_s
 
     @property
     def wants_to_post(self) -> bool:
@@ -176,9 +179,14 @@ class SendingLink:
                 write.stop(TransferRevoked(self.peer, f"no longer wanted; {write.progress()}"), now_s)
             elif now_s >= write.deadline_s:
                 if write.wants_to_post:
-                    write.stop(TransferTimeout(self.peer, f"{write.progress()} within {write.timeout_s} s"), now_s)
+                    write.stop(self._out_of_time(write), now_s)
                 elif write.stopped_at_s is None:
                     write.stopped_at_s = now_s
+
+    def _out_of_time(self, write: PostedWrite) -> TransferTimeout:
+        if not write.num_posted:
+            return LinkCrowded(self.peer, f"other writes were ahead for {write.timeout_s} s")
+        return TransferTimeout(self.peer, f"{write.progress()}, and nothing more was taken within {write.timeout_s} s")
 
     def _post(self, now_s: float) -> int:
         num_posted = 0
@@ -196,6 +204,7 @@ class SendingLink:
                 self._in_flight.append(_Slice(ticket, run.length_bytes, write))
                 self._in_flight_bytes += run.length_bytes
                 write.num_posted += 1
+                write.last_post_at_s = now_s
                 write.num_outstanding += 1
                 num_posted += 1
         return num_posted

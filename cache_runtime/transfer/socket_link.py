@@ -21,6 +21,7 @@ from .engine import (
     NO_KEY,
     NO_SPANS,
     EngineClosed,
+    LinkCrowded,
     Run,
     Spans,
     TransferError,
@@ -250,8 +251,10 @@ class SocketPeerLink:
                 return TransferRefused(
                     self._peer, f"{ending.num_refused_pieces} pieces were not granted, the first at {span}"
                 )
+            case Outcome.TIMED_OUT if not ending.was_begun:
+                return LinkCrowded(self._peer, f"other writes were ahead for {write.timeout_s} s")
             case Outcome.TIMED_OUT:
-                return TransferTimeout(self._peer, f"{progress} within {write.timeout_s} s")
+                return TransferTimeout(self._peer, f"{progress}, and nothing more was taken within {write.timeout_s} s")
             case Outcome.GIVEN_UP if not write.is_given_up and self._failure is not None:
                 return type(self._failure)(self._peer, f"{self._failure.reason}; {progress}")
             case Outcome.GIVEN_UP:

@@ -33,6 +33,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.NodeDraining: grpc.StatusCode.UNAVAILABLE,
         errors.NodeBroken: grpc.StatusCode.UNAVAILABLE,
         errors.TransferBroken: grpc.StatusCode.UNAVAILABLE,
+        errors.LinkBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
         errors.RequestCancelled: grpc.StatusCode.CANCELLED,
         # Only for a code name that gRPC does not know; `status_of` passes the known ones on.

@@ -238,6 +238,7 @@ void bind_sender(nb::module_& module) {
       .def_ro("outcome", &Ending::outcome)
       .def_ro("num_landed_bytes", &Ending::num_landed_bytes)
       .def_ro("num_refused_pieces", &Ending::num_refused_pieces)
+      .def_ro("was_begun", &Ending::was_begun)
       .def_prop_ro("digests", [](const Ending& ending) { return to_bytes(ending.digests); })
       .def_prop_ro("refused_address", [](const Ending& ending) { return ending.first_refused.target; })
       .def_prop_ro("refused_bytes", [](const Ending& ending) { return ending.first_refused.num_bytes; });

@@ -66,7 +66,8 @@ void Sender::post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs,
   write.ticket = ticket;
   write.key = key;
   write.pieces = cut(std::move(runs));
-  write.deadline = Clock::now() + to_duration(timeout_s);
+  write.timeout = to_duration(timeout_s);
+  write.deadline = Clock::now() + write.timeout;
   write.digests.resize(blocks.size());
   for (std::size_t place = 0; place < blocks.size(); ++place) write.blocks.push_back({blocks[place], place});
   std::sort(write.blocks.begin(), write.blocks.end(),
@@ -186,6 +187,7 @@ void Sender::begin_batch(Write& write) {
     for (std::size_t index = begin; index < end; ++index) append_source(write.pieces[index]);
   }
   write.num_posted = end;
+  write.deadline = Clock::now() + write.timeout;
   ++write.num_batches_under_way;
   under_way_.push_back({&write, begin, end, num_bytes});
   under_way_bytes_ += num_bytes;
@@ -333,8 +335,13 @@ Ending Sender::describe(const Write& write) const {
   } else if (write.num_refused_pieces > 0) {
     outcome = Outcome::kRefused;
   }
-  return {write.ticket,        outcome,      write.num_landed_bytes, write.num_refused_pieces,
-          write.first_refused, write.digests};
+  return {.ticket = write.ticket,
+          .outcome = outcome,
+          .num_landed_bytes = write.num_landed_bytes,
+          .num_refused_pieces = write.num_refused_pieces,
+          .was_begun = write.num_posted > 0,
+          .first_refused = write.first_refused,
+          .digests = write.digests};
 }
 
 void Sender::wait(Clock::time_point until) {

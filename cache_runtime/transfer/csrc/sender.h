@@ -27,7 +27,7 @@ namespace pdmesh::transfer {
 enum class Outcome {
   kLanded,
   kRefused,   // the receiver dropped pieces that were not granted
-  kTimedOut,  // the deadline passed before everything was posted
+  kTimedOut,  // it waited too long, for its turn or for room to post more
   kGivenUp,   // `give_up` or `close` came before everything was posted
   kFailed,    // the connection can be used no more; `failure` says why
 };
@@ -37,6 +37,7 @@ struct Ending {
   Outcome outcome;
   std::uint64_t num_landed_bytes;
   std::uint64_t num_refused_pieces;
+  bool was_begun;                      // something of it was posted
   Piece first_refused;                 // meaningful when num_refused_pieces > 0
   std::vector<std::uint64_t> digests;  // one for each block that was to be hashed
 };
@@ -53,8 +54,9 @@ class Sender {
   Sender& operator=(const Sender&) = delete;
 
   // Queues a write; its sources must stay as they are until it ended. Runs longer than a piece may be are
-  // cut. `timeout_s`: how long it may take until everything is posted. `blocks`: parts of the sources that
-  // are hashed as they go out, each as a whole; a block must lie in one run.
+  // cut. `timeout_s`: how long it may wait until something of it is posted, and from there on until more is.
+  // `blocks`: parts of the sources that are hashed as they go out, each as a whole; a block must lie in one
+  // run.
   void post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s,
             std::span<const Span> blocks = {});
 
@@ -82,7 +84,8 @@ class Sender {
     std::uint64_t ticket;
     Key key;
     std::vector<Piece> pieces;
-    Clock::time_point deadline;
+    Clock::duration timeout;
+    Clock::time_point deadline;         // of the next batch
     std::vector<OutgoingBlock> blocks;  // by their end
     std::vector<std::uint64_t> digests;
     std::size_t num_posted = 0;  // pieces

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "digest_variants.h"
 #include "grant_table.h"
 #include "receiver.h"
 #include "sender.h"
@@ -263,6 +264,7 @@ TEST_P(ConnectionTest, WhatIsNotPostedInTimeOrNoLongerWantedIsNeverSent) {
   connection.sender->give_up(2);
   const auto endings = connection.drive(2);
   EXPECT_EQ(endings.at(1).outcome, Outcome::kTimedOut);
+  EXPECT_FALSE(endings.at(1).was_begun);
   EXPECT_EQ(endings.at(2).outcome, Outcome::kGivenUp);
   connection.serve();
   connection.sender->post(3, kKey, {}, kPatienceS);
@@ -270,6 +272,55 @@ TEST_P(ConnectionTest, WhatIsNotPostedInTimeOrNoLongerWantedIsNeverSent) {
   connection.sender->close();
   EXPECT_TRUE(connection.sender->drive(kPatienceS).empty());
   EXPECT_EQ(connection.grants->num_placed_bytes(), 0u);
+}
+
+TEST_P(ConnectionTest, BlocksAreHashedAsTheyMoveWhileOthersAskForThem) {
+  constexpr std::size_t kBlockBytes = 10'000, kNumBlocks = 400;
+  Connection connection(GetParam(), kNumBlocks * kBlockBytes);
+  std::vector<Span> sent, placed;
+  for (std::size_t at = 0; at < connection.source.size(); at += kBlockBytes) {
+    sent.push_back(span(connection.source, at, at + kBlockBytes));
+    placed.push_back(span(connection.target, at, at + kBlockBytes));
+  }
+  const auto grant = connection.grants->allow(kKey, placed, true);
+  connection.serve();
+  std::vector<std::uint64_t> expected(kNumBlocks), found(kNumBlocks);
+  for (std::size_t block = 0; block < kNumBlocks; ++block) {
+    expected[block] = digest_of(choose_digest_core(), sent[block]);
+  }
+  std::atomic<bool> is_over = false;
+  std::thread asking([&] {
+    // Blocks that have landed; those that have not would be read under the writer's hand.
+    std::vector<std::uint64_t> one(1);
+    while (!is_over) {
+      if (grant->num_hashed_spans() == kNumBlocks) grant->digest({&placed[3], 1}, one);
+    }
+  });
+  const Piece whole{address(connection.source), address(connection.target), connection.source.size()};
+  connection.sender->post(1, kKey, {whole}, kPatienceS, sent);
+  const Ending ending = connection.drive(1).at(1);
+  is_over = true;
+  asking.join();
+  EXPECT_EQ(ending.outcome, Outcome::kLanded);
+  EXPECT_EQ(ending.digests, expected);
+  EXPECT_EQ(grant->num_hashed_spans(), kNumBlocks);
+  grant->digest(placed, found);
+  EXPECT_EQ(found, expected);
+}
+
+TEST_P(ConnectionTest, AWriteWhoseTurnDoesNotComeEndsInTimeAndTheOneAheadOfItIsNotHurried) {
+  Connection connection(GetParam(), 2 << 20);
+  connection.grants->allow(kKey, {span(connection.target, 0, connection.target.size())});
+  // More than may be under way, and nobody takes it yet: what comes behind waits.
+  connection.sender->post(1, kKey, connection.scattered(16), kPatienceS);
+  connection.sender->post(2, kKey, connection.scattered(1 << 20), 0.05);
+  const Ending late = connection.drive(1).at(2);
+  EXPECT_EQ(late.outcome, Outcome::kTimedOut);
+  EXPECT_FALSE(late.was_begun);
+  connection.serve();
+  const Ending first = connection.drive(1).at(1);
+  EXPECT_EQ(first.outcome, Outcome::kLanded);
+  EXPECT_TRUE(first.was_begun);
 }
 
 }  // namespace

@@ -98,6 +98,27 @@ async def test_a_nonce_that_does_not_arrive_is_not_believed(mesh: FakeMesh, monk
     assert "nonce" in message
 
 
+async def test_a_transfer_whose_turn_on_the_link_does_not_come_is_refused_and_the_one_ahead_goes_on(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    await mesh.generate(decode, [1, 2], max_tokens=1, prefill_address=prefill.address)
+    mesh.fabric.hold(decode.endpoint)
+    ahead = asyncio.create_task(mesh.generate(decode, PROMPT, prefill_address=prefill.address))
+    await until(lambda: mesh.fabric.num_unfinished_writes(decode.endpoint) > 0, "a write is under way")
+    monkeypatch.setattr("prefill_node.handoff.LINK_WAIT_S", 0.2)
+    code, message = await mesh.error(decode, [7, 8, 9], prefill_address=prefill.address)
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "is crowded: other writes were ahead for 0.2 s" in message
+    assert (await mesh.status(decode)).peers[0].state == "ready"
+    assert prefill.node._peers.statuses()[0].state == "ready"
+    mesh.fabric.release(decode.endpoint)
+    assert (await ahead).token_ids == expected_tokens(PROMPT, 4)
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
 @pytest.mark.parametrize("num_runs", [0, 1, 5])
 async def test_a_failed_write_ends_its_request_and_the_next_one_bootstraps_again(mesh: FakeMesh, num_runs: int) -> None:
     prefill = await mesh.prefill()

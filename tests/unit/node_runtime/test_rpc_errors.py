@@ -50,6 +50,7 @@ def test_no_operating_error_becomes_ok() -> None:
         (errors.PeerDraining("h:1", "x", node_id="n"), grpc.StatusCode.UNAVAILABLE),
         (errors.NodeDraining("n", "x"), grpc.StatusCode.UNAVAILABLE),
         (errors.TransferBroken("x"), grpc.StatusCode.UNAVAILABLE),
+        (errors.LinkBusy("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.DeadlineExceeded("x"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (errors.RequestCancelled("x"), grpc.StatusCode.CANCELLED),
         (errors.RemoteError("DATA_LOSS", "x"), grpc.StatusCode.DATA_LOSS),

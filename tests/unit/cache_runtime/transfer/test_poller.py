@@ -9,6 +9,7 @@ import pytest
 
 from cache_runtime.transfer.engine import (
     EngineClosed,
+    LinkCrowded,
     LinkWedged,
     Run,
     TransferFailed,
@@ -213,15 +214,45 @@ def test_a_refused_run_fails_the_write(link: LinkUnderTest) -> None:
 def test_a_write_that_runs_out_of_time_stops_posting_and_ends_once_quiet(link: LinkUnderTest) -> None:
     write = link.post(runs(MAX_IN_FLIGHT_RUNS + 50), timeout_s=5.0)
     link.step(1.0)
-    link.sender.land(10)
-    link.step(5.0)
+    link.step(6.0)
     assert not write.future.done()
-    assert len(link.sender.submitted) == MAX_IN_FLIGHT_RUNS
     link.sender.land()
-    for _ in range(3):
-        link.step(6.0)
-    assert isinstance(error_of(write), TransferTimeout)
+    for _ in range(40):
+        link.step(7.0)
+    error = error_of(write)
+    assert isinstance(error, TransferTimeout)
+    assert not isinstance(error, LinkCrowded)
+    assert len(link.sender.submitted) == MAX_IN_FLIGHT_RUNS
     assert link.failure is None, "running out of time says nothing about the peer"
+
+
+def test_a_write_that_gets_on_is_not_out_of_time_however_long_it_takes(link: LinkUnderTest) -> None:
+    write = link.post(runs(MAX_IN_FLIGHT_RUNS + 60), timeout_s=5.0)
+    for step in range(8):
+        link.step(4.0 * step)
+        link.sender.land(10)
+    link.sender.land()
+    link.step(32.0)
+    link.sender.land()
+    link.step(33.0)
+    assert write.future.result(0).num_runs == MAX_IN_FLIGHT_RUNS + 60
+
+
+def test_a_write_whose_turn_does_not_come_ends_in_time_and_the_one_ahead_is_not_hurried(link: LinkUnderTest) -> None:
+    ahead = link.post(runs(MAX_IN_FLIGHT_RUNS + 20), timeout_s=5.0)
+    behind = link.post(runs(3), timeout_s=5.0)
+    link.step(0.0)
+    link.sender.land(10)
+    link.step(4.9)
+    assert not behind.future.done()
+    link.step(5.0)
+    assert isinstance(error_of(behind), LinkCrowded)
+    assert "other writes were ahead for 5.0 s" in str(error_of(behind))
+    assert link.failure is None
+    for now_s in (6.0, 7.0, 8.0):
+        link.sender.land()
+        link.step(now_s)
+    assert ahead.future.result(0).num_runs == MAX_IN_FLIGHT_RUNS + 20
 
 
 def test_a_write_that_is_not_wanted_any_more_stops_posting_and_harms_no_other(link: LinkUnderTest) -> None:
@@ -266,7 +297,7 @@ def test_a_write_that_lands_late_but_wholly_is_a_success(link: LinkUnderTest) ->
 @pytest.mark.parametrize("num_runs", [2, MAX_IN_FLIGHT_RUNS + 2], ids=["all posted", "not all posted"])
 def test_runs_that_never_end_wedge_the_link_after_the_drain_bound(link: LinkUnderTest, num_runs: int) -> None:
     write = link.post(runs(num_runs), timeout_s=5.0)
-    link.step(1.0)
+    link.step(0.0)
     link.step(5.0)
     link.step(5.0 + DRAIN_S)
     assert not write.future.done()
