@@ -28,13 +28,15 @@ from pdmesh_cli.model_fetch import find_packaged, resolve_model
 from pdmesh_cli.ports import check_port_free
 from pdmesh_cli.report import counted
 from pdmesh_cli.status import wait_until_serving
-from pdmesh_cli.trace_store import TraceStore
 from pdmesh_cli.waterfall import Waterfall
+from router_node.trace_store import TraceStore
 
 DEFAULT_ROUTER_PORT = 7700
 DEFAULT_HTTP_PORT = 7780
 # Nodes export every 200 ms; a trace whose root is here is whole a little later.
 _TRACE_SETTLE_S = 0.6
+# By the router, for its live page.
+_KEPT_TRACES = 256
 # From the announcement of the router, when all nodes listen already: decode nodes still prove their data plane.
 _SERVING_TIMEOUT_S = 60.0
 
@@ -80,6 +82,7 @@ def mesh_plan(options: UpOptions, model_path: Path, otlp_endpoint: str) -> MeshP
         "host": options.host,
         "port": options.port,
         "http": format_address(options.host, options.chosen_http_port),
+        "keep_traces": _KEPT_TRACES,
     }
     try:
         return MeshPlan(
@@ -155,7 +158,7 @@ async def running_mesh(
     """
     async with AsyncExitStack() as stack:
         traces = TraceStore()
-        endpoint = options.otlp_endpoint
+        endpoint, collector = options.otlp_endpoint, None
         if endpoint is None:
             collector = Collector(traces)
             endpoint = await collector.start()
@@ -175,7 +178,10 @@ async def running_mesh(
         names = ", ".join(plan.compute_names)
         with _busy(console, f"starting {names} with {counted(plan.num_threads, 'thread')} each, then the router"):
             router = await mesh.start()
+            if collector is not None:
+                collector.forward_to(router.address)
             await mesh.run(wait_until_serving(router.address, timeout_s=_SERVING_TIMEOUT_S))
+        console.print(f"live page at http://{router.http_address}/ui", highlight=False)
         console.print(f"OpenAI-compatible API at http://{router.http_address}/v1, for instance:", highlight=False)
         console.print(f"  {example_request(router.http_address)}", highlight=False, markup=False, soft_wrap=True)
         yield RunningMesh(mesh=mesh, router=router, nodes=tuple(nodes), traces=traces)

@@ -12,7 +12,7 @@ from enum import Enum
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pdmesh_cli.trace_store import Span
+from router_node.trace_store import Span
 
 _OFFSET_WIDTH = 9
 _DURATION_WIDTH = 12

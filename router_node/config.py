@@ -72,6 +72,13 @@ class RouterConfig(NodeConfig):
     max_live_requests: int = Field(
         default=1024, ge=1, description="Requests served at a time; more are refused with RESOURCE_EXHAUSTED."
     )
+    keep_traces: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Keep so many of the newest traces for the live page; nodes send them here when their "
+        "--otlp-endpoint is the gRPC address of this router.",
+    )
     max_attempts: int = Field(
         default=4, ge=1, le=100, description="How often a request is sent to nodes, the first time included."
     )

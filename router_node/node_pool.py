@@ -103,6 +103,7 @@ class NodeCondition:
     """One node as the router's status reports it."""
 
     address: str
+    role: ComputeRole
     facts: NodeFacts | None
     state: NodeState
     detail: str
@@ -181,7 +182,13 @@ class NodePool:
     def conditions(self) -> tuple[NodeCondition, ...]:
         """In configured order."""
         return tuple(
-            NodeCondition(address=address, facts=entry.facts, state=_reported_state(entry), detail=entry.detail)
+            NodeCondition(
+                address=address,
+                role=entry.listed_as,
+                facts=entry.facts,
+                state=_reported_state(entry),
+                detail=entry.detail,
+            )
             for address, entry in self._entries.items()
         )
 

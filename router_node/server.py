@@ -36,6 +36,7 @@ from router_node.node_follower import NodeFollower
 from router_node.node_pool import ComputeRole, NodePool
 from router_node.observations import Observations
 from router_node.openai_api import ApiParts, HttpServer, make_app
+from router_node.otlp_receiver import add_otlp_services
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
 from router_node.request_metrics import RequestMetrics
@@ -44,9 +45,13 @@ from router_node.retry import RetryBudget, RetryPolicy
 from router_node.routed_request import RoutingParts
 from router_node.service import InferenceService, RouterParts
 from router_node.tenants import RouterAccess, Tenants
+from router_node.trace_store import TraceStore
+from router_node.ui import MeshView, UiParts, ui_routes
 
 _log = logging.getLogger("pdmesh.router")
 
+# A request has about a dozen.
+_MAX_SPANS_PER_TRACE = 256
 _PARTING_POLL_S = 1.0
 
 
@@ -177,13 +182,24 @@ class Router:
         reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
         inference = InferenceService(parts)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+        traces = self._make_traces()
         if config.http:
-            self._http = self._make_http(inference)
+            self._http = self._make_http(inference, reporter, traces)
         node_service = NodeService(reporter, self._server, self._on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
         self._status_metrics = StatusMetrics(self._telemetry.metrics, node_service.current_status)
 
-    def _make_http(self, inference: InferenceService) -> HttpServer:
+    def _make_traces(self) -> TraceStore | None:
+        """What the nodes send, if the router is to keep it."""
+        if not self._config.keep_traces:
+            return None
+        traces = TraceStore(max_traces=self._config.keep_traces, max_spans_per_trace=_MAX_SPANS_PER_TRACE)
+        add_otlp_services(self._server, traces)
+        return traces
+
+    def _make_http(
+        self, inference: InferenceService, reporter: RouterReporter, traces: TraceStore | None
+    ) -> HttpServer:
         config = self._config
         parts = ApiParts(
             calls=self._server,
@@ -195,7 +211,15 @@ class Router:
             is_ready=lambda: self._pool.is_ready,
         )
         host, port = parse_address(config.http, min_port=0)
-        return HttpServer(make_app(parts), host=host, port=port, advertise_host=config.advertise_host)
+        pages = ui_routes(
+            UiParts(
+                calls=self._server,
+                mesh=MeshView(self._pool, self._channels, reporter, self._clock),
+                traces=traces,
+                model_name=config.model_name(),
+            )
+        )
+        return HttpServer(make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host)
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
@@ -217,7 +241,7 @@ class Router:
         await self._server.start()
         if self._http is not None:
             await self._http.start()
-            _log.info("OpenAI-compatible API at http://%s/v1", self.http_address)
+            _log.info("OpenAI-compatible API at http://%s/v1, live page at http://%s/ui", *[self.http_address] * 2)
         config = self._config
         _log.info("model %s: vocab_size %d", config.model_name(), self._tokenizer.vocab_size)
         _log.info(

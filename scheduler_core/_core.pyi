@@ -609,6 +609,22 @@ class RequestSpec:
     @property
     def local_prefill(self) -> bool: ...
 
+class GroupOccupancy:
+    """
+    What one group has of the parents of the device; an empty parent belongs to no group.
+    """
+
+    @property
+    def lcm_blocks(self) -> int: ...
+
+    @property
+    def cached_lcm_blocks(self) -> int:
+        """held by the prefix cache alone"""
+
+    @property
+    def taken_blocks(self) -> int:
+        """cache blocks that somebody holds"""
+
 class Capacity:
     """
     Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.
@@ -637,6 +653,10 @@ class Capacity:
 
     @property
     def num_live_requests(self) -> int: ...
+
+    @property
+    def groups(self) -> list[GroupOccupancy]:
+        """in the order of the configuration"""
 
     @property
     def total_host_lcm_blocks(self) -> int: ...

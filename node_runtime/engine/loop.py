@@ -25,6 +25,7 @@ from node_runtime.engine.messages import (
     EngineSnapshot,
     GenerationEnded,
     GrantOffered,
+    GroupGauges,
     HandoverOffered,
     Invoke,
     PostEvents,
@@ -461,6 +462,10 @@ class EngineLoop:
             num_live_requests=capacity.num_live_requests,
             num_steps=self._num_steps,
             num_retractions=self._num_retractions,
+            groups=tuple(
+                GroupGauges(group_id, group.lcm_blocks, group.cached_lcm_blocks, group.taken_blocks)
+                for group_id, group in zip(self._group_ids, capacity.groups, strict=True)
+            ),
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from node_runtime.errors import NodeError
 from node_runtime.handoff.messages import GroupGrant
@@ -165,6 +165,17 @@ class Shutdown:
 Command: TypeAlias = SubmitRequest | PostEvents | AcceptFirstToken | Invoke | Shutdown
 
 
+class GroupGauges(NamedTuple):
+    """What one cache group has of the arena: its LCM blocks, those of them that the prefix cache alone holds, and the
+    cache blocks in them that somebody holds.
+    """
+
+    group_id: str
+    lcm_blocks: int
+    cached_lcm_blocks: int
+    taken_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """Gauges of the scheduler after the last iteration. Blocks are LCM blocks."""
@@ -179,6 +190,7 @@ class EngineSnapshot:
     num_live_requests: int
     num_steps: int
     num_retractions: int
+    groups: tuple[GroupGauges, ...] = ()
     # What was measured of late; 0 where nothing was.
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0

@@ -65,6 +65,7 @@ class ComputeReporter:
                 active_lcm_blocks=snapshot.active_lcm_blocks,
                 cached_lcm_blocks=snapshot.cached_lcm_blocks,
                 quarantined_lcm_blocks=snapshot.quarantined_lcm_blocks,
+                groups=[mesh_pb2.GroupStatus(**group._asdict()) for group in snapshot.groups],
             ),
             peers=self._peers(),
             num_steps=snapshot.num_steps,

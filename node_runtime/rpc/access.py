@@ -14,12 +14,19 @@ from node_runtime.errors import PermissionDenied
 
 OPERATOR: Final = "operator"
 _READING: Final = frozenset(("router", "prefill", "decode", "fused", OPERATOR))
+# Who sends spans and metrics, where a router receives them.
+_NODES: Final = frozenset(("router", "prefill", "decode", "fused"))
 _METHODS_FOR_READING: Final = ("/pdmesh.v1.Node/GetNodeInfo", "/pdmesh.v1.Node/GetNodeStatus")
 # Tells more than how a node is: which prompts it has cached.
 _METHOD_FOR_ROUTERS: Final = "/pdmesh.v1.Node/Follow"
 # By service; what is not listed is for operators alone.
 _ROLES_BY_SERVICE: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"pdmesh.v1.Prefill": frozenset(("decode",)), "pdmesh.v1.Decode": frozenset(("router",))}
+    {
+        "pdmesh.v1.Prefill": frozenset(("decode",)),
+        "pdmesh.v1.Decode": frozenset(("router",)),
+        "opentelemetry.proto.collector.trace.v1.TraceService": _NODES,
+        "opentelemetry.proto.collector.metrics.v1.MetricsService": _NODES,
+    }
 )
 
 

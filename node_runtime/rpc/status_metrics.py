@@ -44,6 +44,10 @@ def _arena_blocks(status: mesh_pb2.NodeStatus) -> Values:
     return [(getattr(arena, f"{state}_lcm_blocks"), {"state": state}) for state in _ARENA_STATES]
 
 
+def _group_blocks(status: mesh_pb2.NodeStatus) -> Values:
+    return [(group.lcm_blocks, {"group": group.group_id}) for group in status.arena.groups]
+
+
 def _peers(status: mesh_pb2.NodeStatus) -> Values:
     counts = Counter(peer.state for peer in status.peers)
     return [(counts[state], {"state": state}) for state in _PEER_STATES]
@@ -71,6 +75,7 @@ _GAUGES: Final = (
         lambda s: _one(s.num_handoffs),
     ),
     _Instrument("pdmesh.arena.blocks", "{block}", "LCM blocks of the arena by what holds them", _arena_blocks),
+    _Instrument("pdmesh.arena.group_blocks", "{block}", "LCM blocks of the arena by cache group", _group_blocks),
     _Instrument("pdmesh.peers", "{peer}", "other nodes by the state of the link to them", _peers),
 )
 _COUNTERS: Final = (

@@ -1,11 +1,11 @@
-"""The OpenAI-compatible HTTP API of a router: the only package that imports starlette and uvicorn.
+"""The OpenAI-compatible HTTP API of a router: only it and `router_node.ui` import starlette, only it uvicorn.
 
 It translates between HTTP and the messages of `pdmesh.v1.Inference`, and asks the same service object that gRPC does.
 """
 
 from __future__ import annotations
 
-from router_node.openai_api.app import ApiParts, make_app
+from router_node.openai_api.app import ApiParts, CallRunner, ShownToken, make_app
 from router_node.openai_api.server import HttpServer
 
-__all__ = ["ApiParts", "HttpServer", "make_app"]
+__all__ = ["ApiParts", "CallRunner", "HttpServer", "ShownToken", "make_app"]

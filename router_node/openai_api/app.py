@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from model_runtime.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class CallRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
+class ShownToken:
     """What the caller of a request shows: a token, as clients of the API call a key."""
 
     authorization: str
@@ -89,8 +89,8 @@ class ApiParts:
     is_ready: Callable[[], bool]
 
 
-def make_app(parts: ApiParts) -> Starlette:
-    """The application with all its endpoints."""
+def make_app(parts: ApiParts, pages: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application with all its endpoints, and what else the router serves."""
     questions = _Questions(parts)
     return Starlette(
         routes=[
@@ -99,6 +99,7 @@ def make_app(parts: ApiParts) -> Starlette:
             Route("/v1/models", questions.list_all, methods=["GET"]),
             Route("/v1/models/{name:path}", questions.show_one, methods=["GET"]),
             Route("/health", questions.health, methods=["GET"]),
+            *pages,
         ],
         exception_handlers={HTTPException: _refuse_unknown_path, Exception: _report_defect},
     )
@@ -225,7 +226,7 @@ async def _run(
         peer="" if request.client is None else f"{request.client.host}:{request.client.port}",
         limit_s=_asked_limit_s(request.headers.get(DEADLINE_HEADER)),
         metadata=[(name.lower(), value) for name, value in request.headers.items()],
-        credentials=_Shown(authorization=request.headers.get("authorization", "")),
+        credentials=ShownToken(authorization=request.headers.get("authorization", "")),
     )
 
 

@@ -72,6 +72,11 @@ void BindSpec(nb::module_& module) {
 }
 
 void BindCapacity(nb::module_& module) {
+  nb::class_<GroupOccupancy>(module, "GroupOccupancy",
+                             "What one group has of the parents of the device; an empty parent belongs to no group.")
+      .def_ro("lcm_blocks", &GroupOccupancy::lcm_blocks)
+      .def_ro("cached_lcm_blocks", &GroupOccupancy::cached_lcm_blocks, "held by the prefix cache alone")
+      .def_ro("taken_blocks", &GroupOccupancy::taken_blocks, "cache blocks that somebody holds");
   nb::class_<Capacity>(
       module, "Capacity",
       "Gauges. Each parent is in exactly one of the four block counts of its tier; 0 without a host tier.")
@@ -83,6 +88,7 @@ void BindCapacity(nb::module_& module) {
       .def_ro("num_waiting", &Capacity::num_waiting)
       .def_ro("num_running", &Capacity::num_running)
       .def_ro("num_live_requests", &Capacity::num_live_requests)
+      .def_ro("groups", &Capacity::groups, "in the order of the configuration")
       .def_prop_ro("total_host_lcm_blocks",
                    [](const Capacity& gauges) { return gauges.host.total_lcm_blocks; })
       .def_prop_ro("empty_host_lcm_blocks",

@@ -34,6 +34,13 @@ namespace pdmesh {
 
 // Each parent is in exactly one of the four; active includes blocks a transfer of an ended request still
 // reads.
+// What one group has of the device's parents. A parent that holds nothing belongs to no group.
+struct GroupOccupancy {
+  std::int32_t lcm_blocks;
+  std::int32_t cached_lcm_blocks;  // those of them that the prefix cache alone holds
+  std::int64_t taken_blocks;       // children that somebody holds
+};
+
 struct Capacity {
   std::int32_t total_lcm_blocks;
   std::int32_t empty_lcm_blocks;
@@ -44,6 +51,7 @@ struct Capacity {
   std::int32_t num_running;
   std::int32_t num_live_requests;  // waiting, running, or ended with blocks still held
   HostCapacity host;
+  std::vector<GroupOccupancy> groups;  // in the order of the configuration
 };
 
 class Scheduler {

@@ -42,6 +42,23 @@ std::int32_t Scheduler::FindCachedTokens(std::span<const std::int32_t> tokens,
   return static_cast<std::int32_t>(probe.hit_tokens);
 }
 
+namespace {
+
+std::vector<GroupOccupancy> OccupanciesOf(const BlockPool& pool) {
+  std::vector<GroupOccupancy> groups;
+  groups.reserve(static_cast<std::size_t>(pool.num_groups()));
+  for (std::int32_t group = 0; group < pool.num_groups(); ++group) {
+    const std::int64_t taken = pool.num_taken(group);
+    const std::int64_t bound = (taken + pool.num_free_slots(group)) / pool.cache_blocks_per_lcm_block(group);
+    groups.push_back({.lcm_blocks = static_cast<std::int32_t>(bound),
+                      .cached_lcm_blocks = pool.num_watched_only_lcm_blocks(group),
+                      .taken_blocks = taken});
+  }
+  return groups;
+}
+
+}  // namespace
+
 Capacity Scheduler::capacity() const {
   const std::int32_t total = coordinator_.pool().num_lcm_blocks();
   const std::int32_t empty = coordinator_.pool().num_empty_lcm_blocks();
@@ -60,7 +77,8 @@ Capacity Scheduler::capacity() const {
           .num_waiting = waiting,
           .num_running = live - waiting - size_of(Phase::kTransferHeld) - size_of(Phase::kQuarantined),
           .num_live_requests = live,
-          .host = coordinator_.host_capacity()};
+          .host = coordinator_.host_capacity(),
+          .groups = OccupanciesOf(coordinator_.pool())};
 }
 
 std::string Scheduler::Describe() const {

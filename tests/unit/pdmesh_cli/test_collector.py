@@ -9,8 +9,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from node_runtime.rpc.telemetry import Telemetry, current_context
-from pdmesh_cli.collector import Collector, spans_of
-from pdmesh_cli.trace_store import AttributeValue, TraceStore
+from pdmesh_cli.collector import Collector
+from router_node.otlp_receiver import spans_of
+from router_node.trace_store import AttributeValue, TraceStore
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdmesh_cli.trace_store import Span
 from pdmesh_cli.waterfall import SpanKind, Waterfall, kind_of, tree_rows
+from router_node.trace_store import Span
 
 _EPOCH_NS = 1_700_000_000_000_000_000
 

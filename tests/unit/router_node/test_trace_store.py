@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdmesh_cli.trace_store import Span, TraceStore, is_complete
+from router_node.trace_store import Span, TraceStore, is_complete
 
 
 def _span(trace: str, span_id: str, parent: str = "", name: str = "work", start_ns: int = 0) -> Span:
