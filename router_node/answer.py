@@ -28,6 +28,7 @@ class Answer:
         self._stop_token_ids = frozenset(prepared.message.stop_token_ids)
         self._token_ids: list[int] = []
         self._num_attempts = 0
+        self._num_hedges = 0
         self._began_at_s = 0.0
         self._attempt_began_at_s = 0.0
         self._is_admitted = False
@@ -39,6 +40,7 @@ class Answer:
 
     @property
     def num_attempts(self) -> int:
+        """Calls to decode nodes so far, hedges included."""
         return self._num_attempts
 
     @property
@@ -78,6 +80,15 @@ class Answer:
         self._attempt_began_at_s = now_s
         self._is_admitted = False
 
+    def begin_hedge(self) -> None:
+        """The request is sent to a second decode node beside the first one."""
+        self._num_attempts += 1
+        self._num_hedges += 1
+
+    def settle(self, began_at_s: float) -> None:
+        """Of two attempts side by side the one that began then is the one whose events follow."""
+        self._attempt_began_at_s = began_at_s
+
     def take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
         """Raises ValueError when the node does not do what was asked of it."""
         if self._prepared.message.sampling.HasField("structured_output") and not admitted.output_is_structured:
@@ -111,7 +122,7 @@ class Answer:
             finish = inference_pb2.Finish(usage=reported.usage, timings=reported.timings)
         else:
             finish = self._own_finish()
-        finish.num_replacements = self._num_attempts - 1
+        finish.num_replacements = self._num_attempts - 1 - self._num_hedges
         self._set_reason(finish)
         return finish
 

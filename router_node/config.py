@@ -88,6 +88,27 @@ class RouterConfig(NodeConfig):
     retry_burst: int = Field(
         default=256, ge=0, description="Retries at once beyond --retry-ratio, as the death of a node makes them."
     )
+    silence_timeout_s: float = Field(
+        default=8.0,
+        ge=0,
+        le=600,
+        description="How long a decode node may say nothing about a request before another one takes it. Seconds. "
+        "0: until the deadline.",
+    )
+    hedge_after_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=600,
+        description="How long the first token is waited for, at least, before other nodes are asked as well. Seconds. "
+        "0 without hedge_percentile: never.",
+    )
+    hedge_percentile: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the latest requests whose first token had come by the time at which a request that still "
+        "waits for its own is hedged, e.g. 0.95. 0: hedge_after_s alone decides.",
+    )
 
     client_certificates: bool = Field(
         default=False, description="With TLS: demand a certificate of the mesh's authority from clients too."

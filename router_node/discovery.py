@@ -72,7 +72,9 @@ class Discovery:
             status = await channel.unary(
                 stub.GetNodeStatus, mesh_pb2.GetNodeStatusRequest(), timeout_s=_ANSWER_TIMEOUT_S
             )
-            self._pool.record_answer(facts_of(address, info), is_serving=status.serving)
+            self._pool.record_answer(
+                facts_of(address, info), is_serving=status.serving, is_draining=status.draining
+            )
         except PeerUnavailable as error:
             self._pool.record_failure(address, error.reason)
         except NodeError as error:
@@ -102,4 +104,5 @@ def facts_of(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
         prefills_locally=role is ComputeRole.DECODE and info.prefills_locally,
         prefix_granularity=info.prefix_granularity,
         capacity_tokens=info.capacity_tokens,
+        reports_progress=role is not ComputeRole.PREFILL and info.reports_progress,
     )

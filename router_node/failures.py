@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from node_runtime.errors import NodeError, PeerUnavailable, PrefillFailed, QueueFull, RemoteError
+from node_runtime.errors import (
+    NodeError,
+    PeerDraining,
+    PeerUnavailable,
+    PrefillDraining,
+    PrefillFailed,
+    QueueFull,
+    RemoteError,
+)
 from node_runtime.rpc import status_of
 from router_node.placement import PlacementChoice
 
@@ -19,6 +27,8 @@ class FailureKind(Enum):
     REFUSED = "refused"
     # The node, or the way to it, broke: another one is better, the same one may do later.
     BROKEN = "broken"
+    # The node leaves and says so: another one takes the request at once, and nobody is to blame.
+    DRAINING = "draining"
     # It would fail everywhere, or nobody wants it any more.
     FINAL = "final"
 
@@ -41,7 +51,7 @@ _RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailure:
-    """One attempt that failed. `culprit` is the address of the node to blame, `decode` that of the decode node.
+    """One attempt that failed. `culprit` is the address of the node it failed by, `decode` that of the decode node.
 
     `error` is for the client, should there be no other attempt. Both addresses are empty when no node could be chosen.
     """
@@ -59,6 +69,8 @@ def failure_of(error: NodeError, choice: PlacementChoice, *, is_first: bool) -> 
     """
     status = status_of(error).name
     kind = _KIND_BY_STATUS.get(status, FailureKind.FINAL)
+    if isinstance(error, PeerDraining | PrefillDraining):
+        kind = FailureKind.DRAINING
     if status == _ALREADY_EXISTS and not is_first:
         # The nodes have not yet noticed that the attempt before this one is over.
         kind = FailureKind.BROKEN

@@ -40,6 +40,7 @@ class NodeState(Enum):
     READY = "ready"
     CONNECTING = "connecting"
     SUSPECT = "suspect"
+    DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class NodeFacts:
     # 0 where the node did not tell.
     prefix_granularity: int = 0
     capacity_tokens: int = 0
+    # A node that decodes, and says from time to time that a request is well.
+    reports_progress: bool = False
 
     def __str__(self) -> str:
         return f"{self.role.value} node {self.node_id} at {self.address}"
@@ -192,7 +195,7 @@ class NodePool:
             for address, entry in self._entries.items()
         )
 
-    def record_answer(self, facts: NodeFacts, *, is_serving: bool) -> None:
+    def record_answer(self, facts: NodeFacts, *, is_serving: bool, is_draining: bool = False) -> None:
         """The node at `facts.address` answered. Without effect when it is no member any more."""
         entry = self._entries.get(facts.address)
         if entry is None:
@@ -203,6 +206,8 @@ class NodePool:
         fault = self._fault_of(entry, facts)
         if fault is not None:
             self._change(facts.address, NodeState.SUSPECT, fault)
+        elif is_draining:
+            self._change(facts.address, NodeState.DRAINING, f"{facts} is draining")
         elif not is_serving:
             self._change(facts.address, NodeState.CONNECTING, f"{facts} is not serving")
         else:
@@ -212,6 +217,10 @@ class NodePool:
     def record_failure(self, address: str, reason: str) -> None:
         """The node at `address` did not answer, or what it answered makes no sense."""
         self._change(address, NodeState.SUSPECT, reason)
+
+    def record_draining(self, address: str) -> None:
+        """The node at `address` refused a request because it leaves. It is not to blame, and gets no others."""
+        self._change(address, NodeState.DRAINING, f"{self.facts_of(address) or address} is draining")
 
     def distrust(self, addresses: Iterable[str]) -> None:
         """A request failed on one of these nodes; until it answers again, others are preferred."""
@@ -269,7 +278,9 @@ class NodePool:
         if state is NodeState.READY:
             _log.info("%s is usable", entry.facts)
         else:
-            _log.warning("%s node at %s is left out: %s", entry.listed_as.value, address, detail)
+            # Whoever drains was told to: that is no cause for concern.
+            level = logging.INFO if state is NodeState.DRAINING else logging.WARNING
+            _log.log(level, "%s node at %s is left out: %s", entry.listed_as.value, address, detail)
 
 
 def _reported_state(entry: _Entry) -> NodeState:

@@ -9,7 +9,7 @@ from pdmesh.v1 import mesh_pb2
 
 from router_node.live_requests import LiveRequests
 from router_node.node_pool import NodePool
-from router_node.retry import RetryBudget
+from router_node.routed_request import RoutingParts
 
 _INCARNATION_BITS = 64
 
@@ -17,11 +17,11 @@ _INCARNATION_BITS = 64
 class RouterReporter:
     """NodeReporter of a router: it has peers and requests, but no arena and no cache."""
 
-    def __init__(self, *, node_id: str, pool: NodePool, live: LiveRequests, retry_budget: RetryBudget) -> None:
+    def __init__(self, *, node_id: str, pool: NodePool, live: LiveRequests, routing: RoutingParts) -> None:
         self._node_id = node_id
         self._pool = pool
         self._live = live
-        self._retry_budget = retry_budget
+        self._routing = routing
         self._incarnation = secrets.randbits(_INCARNATION_BITS)
 
     def info(self) -> mesh_pb2.NodeInfo:
@@ -52,7 +52,9 @@ class RouterReporter:
             serving=self._pool.is_ready,
             num_running_requests=self._live.num_live,
             peers=peers,
-            num_retries=self._retry_budget.num_spent,
+            num_retries=self._routing.retry_budget.num_spent,
+            num_hedges=self._routing.hedges.num_begun,
+            num_won_hedges=self._routing.hedges.num_won,
         )
 
     async def clear_cache(self) -> bool:

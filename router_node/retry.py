@@ -90,6 +90,7 @@ class RequestRetries:
         self._deadline_s = deadline_s
         self._draw = draw
         self._num_failures = 0
+        self._num_free = 0
         self._last_kind = FailureKind.FINAL
         self._penalties: dict[str, int] = {}
         self._prefill_culprits: dict[str, set[str]] = {}
@@ -97,7 +98,8 @@ class RequestRetries:
 
     @property
     def num_failures(self) -> int:
-        return self._num_failures
+        """Attempts that failed and cost one: those on nodes that drained, where others were left, do not count."""
+        return self._num_failures - self._num_free
 
     @property
     def penalties(self) -> Mapping[str, int]:
@@ -110,7 +112,7 @@ class RequestRetries:
         self._last_kind = failure.kind
         if failure.culprit:
             self._penalise(failure.culprit, PENALTY_REFUSED if failure.kind is FailureKind.REFUSED else PENALTY_BROKEN)
-        if failure.culprit != failure.decode:
+        if failure.culprit != failure.decode and failure.kind is not FailureKind.DRAINING:
             culprits = self._prefill_culprits.setdefault(failure.decode, set())
             culprits.add(failure.culprit)
             if len(culprits) >= _MAX_PREFILL_CULPRITS:
@@ -121,16 +123,20 @@ class RequestRetries:
 
         `next_addresses` are those the request would go to now, empty when no nodes are usable. Waits double and are
         drawn from [0, limit): short ones when nodes are left that have not failed, so that a stream hardly pauses,
-        else long enough for a node to come back.
+        else long enough for a node to come back. Leaving a node that drains for one that has not failed costs
+        nothing: it happens once per node, and is no sign of a mesh in trouble.
         """
-        if self._last_kind is FailureKind.FINAL or self._num_failures >= self._policy.max_attempts:
+        is_elsewhere = bool(next_addresses) and not any(address in self._penalties for address in next_addresses)
+        if self._last_kind is FailureKind.DRAINING and is_elsewhere and now_s < self._deadline_s:
+            self._num_free += 1
+            return 0.0
+        if self._last_kind is FailureKind.FINAL or self.num_failures >= self._policy.max_attempts:
             return None
         if any(self._penalties.get(address) == PENALTY_REFUSED for address in next_addresses):
             return None
         policy = self._policy
-        is_elsewhere = bool(next_addresses) and not any(address in self._penalties for address in next_addresses)
         base_s = policy.elsewhere_backoff_s if is_elsewhere else policy.same_backoff_s
-        delay_s = self._draw() * min(policy.max_backoff_s, base_s * 2.0 ** (self._num_failures - 1))
+        delay_s = self._draw() * min(policy.max_backoff_s, base_s * 2.0 ** (self.num_failures - 1))
         if now_s + delay_s >= self._deadline_s or not self._budget.try_spend():
             return None
         return delay_s

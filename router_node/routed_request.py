@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2
+from pdmesh.v1 import decode_pb2, inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.clock import Clock
 from node_runtime.errors import NodeError, RemoteError, RequestTooLarge
 from node_runtime.rpc import ChannelPool, Span, Telemetry, span_names, status_of
 from router_node.answer import Answer
+from router_node.decode_call import DecodeCall, first_to_answer
 from router_node.discovery import Discovery
 from router_node.failures import AttemptFailure, FailureKind, failure_of, nowhere_to_go
+from router_node.hedging import Hedges
 from router_node.node_pool import NodePool
-from router_node.placement import NoUsableNode, Occupation, PlacementChoice, Placer
+from router_node.placement import PENALTY_REFUSED, NoUsableNode, PlacementChoice, Placer
 from router_node.prompt_prefixes import PromptPrefixes
 from router_node.request_preparation import PreparedRequest
+from router_node.request_trace import RequestTrace
 from router_node.retry import RequestRetries, RetryBudget, RetryPolicy
 
 _log = logging.getLogger("pdmesh.router")
@@ -44,6 +47,9 @@ class RoutingParts:
     retry_policy: RetryPolicy
     retry_budget: RetryBudget
     draw: Callable[[], float]
+    hedges: Hedges
+    # How long a decode node that reports progress may say nothing; None: until the deadline.
+    silence_timeout_s: float | None
 
 
 class RoutedRequest:
@@ -53,61 +59,78 @@ class RoutedRequest:
         """`deadline_s` is on the clock of `parts`; `span` is that of the whole request."""
         self._parts = parts
         self._prepared = prepared
-        self._span = span
         self._prefixes = PromptPrefixes(prepared.message.token_ids, prepared.message.extra_keys)
+        self._trace = RequestTrace(parts.telemetry, parts.clock, span)
         self._answer = Answer(prepared, parts.tokenizer)
+        self._call: DecodeCall
+        self._began_at_s = 0.0
         self._retries = RequestRetries(
             policy=parts.retry_policy, budget=parts.retry_budget, deadline_s=deadline_s, draw=parts.draw
         )
 
     async def responses(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """One placement, then deltas, then one finish. Raises NodeError."""
-        choice = self._place()
-        while True:
-            began_at_s = self._parts.clock.now_s()
-            try:
-                # Counted before anything is awaited, so that the next request to be placed sees it.
-                with self._parts.placer.occupied(choice) as occupation:
-                    if self._answer.num_attempts == 0:
-                        yield self._placement_response(choice)
-                    async with aclosing(self._attempt(choice, occupation, began_at_s)) as deltas:
+        self._call = self._begin(self._place())
+        self._began_at_s = self._call.began_at_s
+        try:
+            yield self._placement_response(self._call.choice)
+            while True:
+                try:
+                    async with aclosing(self._attempt()) as deltas:
                         async for delta in deltas:
                             yield inference_pb2.GenerateResponse(delta=delta)
-                break
-            except NodeError as error:
-                if self._answer.is_complete:
-                    # It died with the last token sent: only its report is lost.
                     break
-                failure = failure_of(error, choice, is_first=self._answer.num_attempts == 1)
-                self._record_attempt(choice, failure, began_at_s)
-                choice = await self._next_choice(failure)
+                except NodeError as error:
+                    if self._answer.is_complete:
+                        # It died with the last token sent: only its report is lost.
+                        break
+                    failure = await self._failed(self._call, error)
+                self._call = self._begin(await self._next_choice(failure))
+            await self._call.close(is_answered=True)
+        finally:
+            await self._call.close()
         rest = self._answer.rest()
         if rest:
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=rest))
         yield inference_pb2.GenerateResponse(finish=self._answer.finish())
 
-    async def _attempt(
-        self, choice: PlacementChoice, occupation: Occupation, began_at_s: float
-    ) -> AsyncGenerator[inference_pb2.Delta, None]:
+    def _begin(self, choice: PlacementChoice, *, is_hedge: bool = False) -> DecodeCall:
+        """A call that is counted in flight; nothing is sent yet."""
+        parts, now_s = self._parts, self._parts.clock.now_s()
+        request = self._answer.request("" if choice.prefill is None else choice.prefill.address)
+        if is_hedge:
+            self._answer.begin_hedge()
+        else:
+            self._answer.begin_attempt(now_s)
+        return DecodeCall(
+            choice=choice,
+            request=request,
+            channel=parts.channels.get(choice.decode.address),
+            placer=parts.placer,
+            began_at_s=now_s,
+            silence_timeout_s=parts.silence_timeout_s,
+        )
+
+    async def _attempt(self) -> AsyncGenerator[inference_pb2.Delta, None]:
         """What the client may see of one attempt, which ends with the answer. Raises NodeError."""
         answer, clock = self._answer, self._parts.clock
-        channel = self._parts.channels.get(choice.decode.address)
-        stub = channel.stub(decode_pb2_grpc.DecodeStub)
-        request = answer.request("" if choice.prefill is None else choice.prefill.address)
-        answer.begin_attempt(began_at_s)
-        # Leaving this block cancels the call to the decode node, as a matched stop string does.
-        async with aclosing(channel.server_stream(stub.Generate, request)) as events:
+        if answer.num_attempts == 1:
+            self._call = await self._hedged(self._call)
+        occupation, num_resumed_tokens = self._call.occupation, answer.num_tokens
+        async with aclosing(self._call.events()) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "admitted":
                         self._take_admitted(event.admitted)
                         occupation.end_prefill(
-                            prompt_tokens=len(request.token_ids),
+                            prompt_tokens=self._prepared.prompt_tokens + num_resumed_tokens,
                             cached=event.admitted.cached,
                             timings=event.admitted.timings,
                         )
                     case "tokens":
                         occupation.end_prefill()
+                        if not answer.num_tokens and not self._retries.num_failures:
+                            self._parts.hedges.note_first_token(clock.now_s() - self._began_at_s)
                         yield self._take_tokens(event.tokens, clock.now_s())
                     case "finish":
                         answer.take_finish(event.finish)
@@ -115,6 +138,68 @@ class RoutedRequest:
                     return
         if not answer.is_complete:
             raise RemoteError("INTERNAL", "the stream ended without a finish")
+
+    async def _failed(self, call: DecodeCall, error: NodeError) -> AttemptFailure:
+        """Ends a call that failed and says what that means."""
+        await call.close()
+        return self._judged(call, error)
+
+    def _judged(self, call: DecodeCall, error: NodeError) -> AttemptFailure:
+        answer = self._answer
+        failure = failure_of(error, call.choice, is_first=answer.num_attempts == 1)
+        self._trace.record_failed(call, failure, attempt=answer.num_attempts, resumed_tokens=answer.num_tokens)
+        return failure
+
+    # Hedging.
+
+    async def _hedged(self, first: DecodeCall) -> DecodeCall:
+        """`first`, or a second call that was made beside it because it was slow, and was the sooner to give a token."""
+        after_s = self._parts.hedges.delay_s()
+        if after_s is None:
+            return first
+        second: DecodeCall | None = None
+
+        def make_second() -> DecodeCall | None:
+            nonlocal second
+            second = self._second(first)
+            return second
+
+        winner = await first_to_answer(
+            first, after_s=after_s, make_second=make_second, on_failure=self._note_failed_runner
+        )
+        if second is not None:
+            self._settle(winner, second)
+        return winner
+
+    def _second(self, first: DecodeCall) -> DecodeCall | None:
+        """None where no other nodes are left or the budget is empty.
+
+        It shares no node with the first one: what holds that up cannot hold this one up too, and what it finds cached
+        was not computed for this request.
+        """
+        avoided = {**self._retries.penalties, **dict.fromkeys(first.choice.addresses, PENALTY_REFUSED)}
+        try:
+            choice = self._choose(avoided)
+        except (NoUsableNode, RequestTooLarge):
+            return None
+        if any(address in avoided for address in choice.addresses) or not self._parts.hedges.try_begin():
+            return None
+        _log.info("no token yet from %s; asked beside it: %s", first.choice, choice)
+        return self._begin(choice, is_hedge=True)
+
+    def _settle(self, winner: DecodeCall, second: DecodeCall) -> None:
+        self._answer.settle(winner.began_at_s)
+        outcome = "lost" if second.failure is None else "failed"
+        if winner is second and second.failure is None:
+            outcome = "won"
+            self._parts.hedges.note_won()
+            self._trace.tell_choice(second.choice)
+        self._trace.record_hedge(second, attempt=self._answer.num_attempts, outcome=outcome)
+
+    def _note_failed_runner(self, call: DecodeCall) -> None:
+        """One of two failed, and the other one may yet answer."""
+        if call.failure is not None:
+            self._note_failure(self._judged(call, call.failure))
 
     def _take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
         try:
@@ -130,13 +215,13 @@ class RoutedRequest:
 
     # Placing.
 
-    def _choose(self) -> PlacementChoice:
+    def _choose(self, penalties: Mapping[str, int]) -> PlacementChoice:
         """For what is left of the request. Raises NoUsableNode or RequestTooLarge."""
         answer = self._answer
         return self._parts.placer.choose(
             prompt_tokens=self._prepared.prompt_tokens + answer.num_tokens,
             max_tokens=answer.max_tokens_left,
-            penalties=self._retries.penalties,
+            penalties=penalties,
             prefixes=self._prefixes,
         )
 
@@ -144,13 +229,12 @@ class RoutedRequest:
         """The choice, told to the trace and the log."""
         with self._parts.telemetry.span(span_names.SPAN_PLACE) as span:
             try:
-                choice = self._choose()
+                choice = self._choose(self._retries.penalties)
                 span.set_all(choice.explanation())
             except NoUsableNode:
                 self._parts.discovery.wake()
                 raise
-        self._span.set(span_names.PDMESH_DECODE_NODE, choice.decode.node_id)
-        self._span.set(span_names.PDMESH_PREFILL_NODE, "" if choice.prefill is None else choice.prefill.node_id)
+        self._trace.tell_choice(choice)
         num_tokens = self._answer.num_tokens
         behind = f" and {num_tokens} generated before" if num_tokens else ""
         _log.info("%d prompt tokens%s go to %s", self._prepared.prompt_tokens, behind, choice)
@@ -163,7 +247,8 @@ class RoutedRequest:
             delay_s = self._retries.decide(self._next_addresses(failure), self._parts.clock.now_s())
             if delay_s is None:
                 raise self._final(failure)
-            _log.warning("%s; placed anew in %.0f ms", failure.error.message, delay_s * 1000)
+            level = logging.INFO if failure.kind is FailureKind.DRAINING else logging.WARNING
+            _log.log(level, "%s; placed anew in %.0f ms", failure.error.message, delay_s * 1000)
             await asyncio.sleep(delay_s)
             try:
                 return self._place()
@@ -174,7 +259,7 @@ class RoutedRequest:
 
     def _next_addresses(self, failure: AttemptFailure) -> tuple[str, ...]:
         try:
-            return self._choose().addresses
+            return self._choose(self._retries.penalties).addresses
         except NoUsableNode:
             return ()
         except RequestTooLarge:
@@ -183,6 +268,9 @@ class RoutedRequest:
 
     def _note_failure(self, failure: AttemptFailure) -> None:
         self._retries.record(failure)
+        if failure.kind is FailureKind.DRAINING:
+            self._parts.pool.record_draining(failure.culprit)
+            self._parts.discovery.wake()
         if failure.kind is FailureKind.BROKEN:
             if failure.culprit:
                 # Until it answers again, other requests prefer other nodes as well.
@@ -192,7 +280,7 @@ class RoutedRequest:
     def _final(self, failure: AttemptFailure) -> NodeError:
         """What the client hears when no attempt follows."""
         num_failures = self._retries.num_failures
-        if num_failures == 1:
+        if num_failures <= 1:
             return failure.error
         error = RemoteError(status_of(failure.error).name, f"{failure.error.message} (attempt {num_failures})")
         error.retry_after_s = failure.error.retry_after_s
@@ -206,23 +294,6 @@ class RoutedRequest:
                 request_id=self._prepared.message.request_id,
                 decode_node=choice.decode.node_id,
                 prefill_node="" if choice.prefill is None else choice.prefill.node_id,
-                trace_id=self._span.trace_id,
+                trace_id=self._trace.trace_id,
             )
-        )
-
-    def _record_attempt(self, choice: PlacementChoice, failure: AttemptFailure, began_at_s: float) -> None:
-        """A span of its own, because the node that died cannot tell its part of the story."""
-        clock = self._parts.clock
-        self._parts.telemetry.record_span(
-            span_names.SPAN_FAILED_ATTEMPT,
-            clock.unix_ns_at(began_at_s),
-            clock.unix_ns_at(clock.now_s()),
-            self._span.context,
-            {
-                span_names.PDMESH_ATTEMPT: self._answer.num_attempts,
-                span_names.PDMESH_DECODE_NODE: choice.decode.node_id,
-                span_names.PDMESH_PREFILL_NODE: "" if choice.prefill is None else choice.prefill.node_id,
-                span_names.PDMESH_RESUMED_TOKENS: self._answer.num_tokens,
-                span_names.ERROR_TYPE: status_of(failure.error).name,
-            },
         )

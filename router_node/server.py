@@ -30,6 +30,7 @@ from router_node.attendance import Attendance
 from router_node.config import RouterConfig
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
+from router_node.hedging import HedgePolicy, Hedges
 from router_node.live_requests import LiveRequests
 from router_node.membership import Membership
 from router_node.node_follower import NodeFollower
@@ -179,7 +180,7 @@ class Router:
             metrics=RequestMetrics(self._telemetry.metrics, self._clock, config.model_name()),
             tenants=self._tenants,
         )
-        reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, retry_budget=routing.retry_budget)
+        reporter = RouterReporter(node_id=config.node_id, pool=self._pool, live=live, routing=routing)
         inference = InferenceService(parts)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
         traces = self._make_traces()
@@ -223,6 +224,7 @@ class Router:
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
+        budget = RetryBudget(ratio=config.retry_ratio, burst=config.retry_burst)
         return RoutingParts(
             tokenizer=self._tokenizer,
             pool=self._pool,
@@ -232,8 +234,10 @@ class Router:
             telemetry=self._telemetry,
             clock=self._clock,
             retry_policy=RetryPolicy(max_attempts=config.max_attempts),
-            retry_budget=RetryBudget(ratio=config.retry_ratio, burst=config.retry_burst),
+            retry_budget=budget,
             draw=self._draw,
+            hedges=Hedges(HedgePolicy(after_s=config.hedge_after_s, percentile=config.hedge_percentile), budget),
+            silence_timeout_s=config.silence_timeout_s or None,
         )
 
     async def start(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from pdmesh.v1 import inference_pb2, inference_pb2_grpc
+from pdmesh.v1 import inference_pb2, inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 
 from node_runtime.rpc import Telemetry
 from router_node.config import RouterConfig
@@ -69,6 +69,10 @@ class FakeRouter:
             },
         )
         return self._stub.Generate(request, timeout=timeout)
+
+    async def status(self) -> mesh_pb2.NodeStatus:
+        stub = mesh_pb2_grpc.NodeStub(self._channel)
+        return await stub.GetNodeStatus(mesh_pb2.GetNodeStatusRequest(), timeout=10)
 
     async def generate(self, prompt: list[int], **fields: object) -> RoutedAnswer:
         answer = RoutedAnswer()

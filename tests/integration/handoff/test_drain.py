@@ -13,6 +13,7 @@ from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 from support.fake_router import FakeRouter, RoutedAnswer
 
+from decode_node import peers
 from node_runtime.rpc.status_details import read_details
 
 PROMPT = list(range(40, 77))
@@ -97,9 +98,54 @@ async def test_a_prompt_that_a_draining_prefill_node_refuses_names_it_and_leaves
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert read_details(error.trailing_metadata()).prefill_address == prefill.address
         assert f"node {answer.node_id} is draining" in (error.details() or "")
+        assert dict(error.trailing_metadata())["pdmesh-draining"] == answer.node_id
     taken = await mesh.generate(decode, OTHER, prefill_address=other.address)
     assert taken.token_ids == expected_tokens(OTHER, 4)
     for node in (prefill, other, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_decode_node_hears_at_once_that_a_prefill_node_drains(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    # No request tells of it, and the next look whether the peer is alive is far away: it would find it well anyhow.
+    await drain(prefill)
+    await until(lambda: not decode.node.is_ready, "the decode node knows", timeout_s=peers.WATCH_INTERVAL_S - 1)
+    status = await mesh.status(decode)
+    assert not status.serving
+    assert [peer.state for peer in status.peers] == ["draining"]
+    assert "is draining" in status.peers[0].detail
+    port = int(prefill.address.rpartition(":")[2])
+    await prefill.node.stop()
+    await mesh.prefill(port=port)
+    await until(lambda: decode.node.is_ready, "it takes the successor")
+
+
+async def test_nodes_that_drain_cost_no_retries_and_are_said_to_drain(mesh: FakeMesh) -> None:
+    prefill = [await mesh.prefill(), await mesh.prefill()]
+    decode = [await mesh.decode(*prefill), await mesh.decode(*prefill)]
+    await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peers")
+    async with FakeRouter(prefill=prefill, decode=decode, retry_burst=0, retry_ratio=0, max_attempts=1) as router:
+        # The router hears of neither in advance.
+        for task in router.router._background:
+            task.cancel()
+        for node in (prefill[0], decode[0]):
+            await drain(node)
+        answers = await asyncio.gather(*(router.generate([*PROMPT, index], max_tokens=5) for index in range(6)))
+        for index, answer in enumerate(answers):
+            assert answer.token_ids == expected_tokens([*PROMPT, index], 5)
+        assert sum(answer.finish.num_replacements for answer in answers) >= 2
+        status = await router.status()
+    assert status.num_retries == 0
+    states = {peer.address: peer.state for peer in status.peers}
+    assert states == {
+        prefill[0].address: "draining",
+        decode[0].address: "draining",
+        prefill[1].address: "ready",
+        decode[1].address: "ready",
+    }
+    for node in (*prefill, *decode):
         await node.assert_all_blocks_return()
 
 

@@ -12,6 +12,7 @@ from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_
 from support.byte_tokenizer import END_TOKEN
 
 from node_runtime.errors import NodeError, PrefillFailed
+from node_runtime.rpc.errors import trailers_of
 from node_runtime.rpc.status_details import Metadata, make_details
 from router_node.server import Router
 
@@ -32,6 +33,10 @@ def admitted_event(*, output_is_structured: bool = False) -> decode_pb2.DecodeRe
     timings = inference_pb2.Timings(prefill_compute_ms=2.5, transfer_ms=1.5, time_to_first_token_ms=4.0)
     admitted = decode_pb2.DecodeAdmitted(cached=cached, timings=timings, output_is_structured=output_is_structured)
     return decode_pb2.DecodeResponse(admitted=admitted)
+
+
+def progress_event() -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
 
 
 def finish_event(
@@ -56,8 +61,10 @@ class Refusal:
     error: NodeError | None = None
 
     @property
-    def details(self) -> Metadata:
-        return () if self.error is None else make_details(self.error, self.code.value[0], self.message)
+    def trailers(self) -> Metadata:
+        if self.error is None:
+            return ()
+        return (*make_details(self.error, self.code.value[0], self.message), *trailers_of(self.error))
 
 
 def blames_prefill(code: grpc.StatusCode, message: str) -> Refusal:
@@ -83,6 +90,8 @@ class FakeNode:
     vocab_size: int = VOCAB_SIZE
     max_request_tokens: int = CONTEXT_TOKENS
     serving: bool = True
+    draining: bool = False
+    reports_progress: bool = False
     script: Sequence[Step] = ()
     # The script of one request, where they differ.
     script_for: Callable[[decode_pb2.DecodeRequest], Sequence[Step]] | None = None
@@ -121,10 +130,11 @@ class FakeNode:
             max_request_tokens=self.max_request_tokens,
             prefix_granularity=self.prefix_granularity,
             capacity_tokens=self.capacity_tokens,
+            reports_progress=self.reports_progress,
         )
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:
-        return mesh_pb2.NodeStatus(serving=self.serving)
+        return mesh_pb2.NodeStatus(serving=self.serving, draining=self.draining)
 
     async def Follow(
         self,
@@ -154,7 +164,7 @@ class FakeNode:
         try:
             for step in self.script if self.script_for is None else self.script_for(request):
                 if isinstance(step, Refusal):
-                    await context.abort(step.code, step.message, step.details)
+                    await context.abort(step.code, step.message, step.trailers)
                 elif isinstance(step, Hang):
                     await asyncio.Event().wait()
                 elif isinstance(step, asyncio.Event):

@@ -52,6 +52,26 @@ def test_a_pool_is_ready_with_a_pair_or_with_a_fused_node() -> None:
     assert pool.is_ready
 
 
+def test_a_node_that_drains_is_left_out_under_that_name_and_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    pool = _pool()
+    for address, role in (("p:1", PREFILL), ("d:1", DECODE), ("d:2", DECODE)):
+        pool.record_answer(_facts(address, role), is_serving=True)
+    # One said so itself, the other one refused a request.
+    pool.record_answer(_facts("d:1", DECODE), is_serving=False, is_draining=True)
+    pool.record_draining("d:2")
+    assert _usable_addresses(pool, DECODE) == []
+    assert pool.describe_lack().count("is draining") == 2
+    assert {condition.state for condition in pool.conditions() if condition.address.startswith("d")} == {
+        NodeState.DRAINING
+    }
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    pool.record_answer(_facts("d:2", DECODE), is_serving=True)
+    assert _usable_addresses(pool, DECODE) == ["d:2"]
+
+
 def test_a_pool_that_is_not_ready_says_which_nodes_it_lacks_and_why() -> None:
     pool = _pool()
     pool.record_answer(_facts("d:1", DECODE), is_serving=True)

@@ -9,7 +9,9 @@ from node_runtime.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeError,
+    PeerDraining,
     PeerUnavailable,
+    PrefillDraining,
     PrefillFailed,
     QueueFull,
     RemoteError,
@@ -54,6 +56,12 @@ def _broken(culprit: str = "d1", decode: str = "d1") -> AttemptFailure:
     )
 
 
+def _draining(culprit: str, decode: str = "d1") -> AttemptFailure:
+    return AttemptFailure(
+        kind=FailureKind.DRAINING, error=RemoteError("UNAVAILABLE", "x"), culprit=culprit, decode=decode
+    )
+
+
 def _refused(culprit: str) -> AttemptFailure:
     return AttemptFailure(
         kind=FailureKind.REFUSED, error=RemoteError("RESOURCE_EXHAUSTED", "x"), culprit=culprit, decode="d1"
@@ -68,6 +76,8 @@ def _refused(culprit: str) -> AttemptFailure:
         (PrefillFailed("DATA_LOSS", "checksum", address="p1"), FailureKind.BROKEN, "p1"),
         (PrefillFailed("RESOURCE_EXHAUSTED", "full", address="p1"), FailureKind.REFUSED, "p1"),
         (PrefillFailed("FAILED_PRECONDITION", "differs", address="p1"), FailureKind.REFUSED, "p1"),
+        (PeerDraining("d1", "node d1 is draining", node_id="d1"), FailureKind.DRAINING, "d1"),
+        (PrefillDraining("node p1 is draining", address="p1", node_id="p1"), FailureKind.DRAINING, "p1"),
         (RemoteError("RESOURCE_EXHAUSTED", "full"), FailureKind.REFUSED, "d1"),
         (RequestCancelled("it was stopped"), FailureKind.BROKEN, "d1"),
         (RemoteError("UNKNOWN", "Stream removed"), FailureKind.BROKEN, "d1"),
@@ -134,6 +144,30 @@ def test_a_decode_node_with_which_two_prefill_nodes_fail_is_avoided_too() -> Non
     assert "d1" not in retries.penalties
     retries.record(_broken("p2", decode="d1"))
     assert retries.penalties == {"p1": PENALTY_BROKEN, "p2": PENALTY_BROKEN, "d1": PENALTY_BROKEN}
+
+
+def test_leaving_a_node_that_drains_is_free_and_comes_at_once() -> None:
+    retries = _retries(max_attempts=1, burst=0)
+    for node in ("p1", "p2", "p3"):
+        retries.record(_draining(node))
+        assert retries.decide(["d1", "p4"], now_s=0.0) == 0.0
+    # Nobody is to blame, so the decode node with which they were is not either.
+    assert "d1" not in retries.penalties
+    assert retries.num_failures == 0
+    retries.record(_broken("p4"))
+    assert retries.decide(["d1", "p5"], now_s=0.0) is None
+
+
+def test_where_only_nodes_are_left_that_drain_or_failed_a_drain_is_an_attempt_like_others() -> None:
+    retries = _retries(max_attempts=2, burst=1)
+    retries.record(_draining("p1"))
+    # It may be back soon, under the same address.
+    assert retries.decide([], now_s=0.0) == pytest.approx(0.1)
+    retries.record(_draining("p1"))
+    assert retries.decide(["d1", "p1"], now_s=0.0) is None
+    late = _retries(deadline_s=1.0)
+    late.record(_draining("p1"))
+    assert late.decide(["d1", "p2"], now_s=1.0) is None
 
 
 def test_what_is_final_is_not_tried_again() -> None:
