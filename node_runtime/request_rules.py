@@ -21,6 +21,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_CLIENT_STOP_TOKEN_IDS: Final = 64
 MAX_STOP_TOKEN_IDS: Final = 80
 MAX_LOGPROBS: Final = 20
+MAX_SAMPLES: Final = 64
 MAX_EXTRA_KEYS: Final = 8
 MAX_EXTRA_KEY_BYTES: Final = 64
 MIN_PROGRESS_INTERVAL_MS: Final = 50
@@ -104,6 +105,11 @@ def check_num_logprobs(num_logprobs: int | None) -> None:
         num_logprobs is None or 0 <= num_logprobs <= MAX_LOGPROBS,
         f"num_logprobs: {num_logprobs} given, at most {MAX_LOGPROBS} allowed",
     )
+
+
+def check_num_samples(num_samples: int) -> None:
+    """1 to 64 answers."""
+    require(1 <= num_samples <= MAX_SAMPLES, f"num_samples: {num_samples} given, 1 to {MAX_SAMPLES} allowed")
 
 
 def check_stop_strings(stop: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ class AsyncPdmeshClient:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> AsyncGenerator[Event, None]:
-        """Streams one Placement, then Deltas, then exactly one Finish.
+        """Streams one Placement, then Deltas, then exactly one Finish; of several samples each its own, in any order.
 
         `timeout_s` is the deadline of the whole answer, waits for a busy mesh included; a request that was refused
         after its Placement and sent again has another Placement. Raises PdmeshError. Leaving the iteration early
@@ -120,26 +120,36 @@ class AsyncPdmeshClient:
 
     async def _stream(self, request: inference_pb2.GenerateRequest, timeout_s: float) -> AsyncGenerator[Event, None]:
         """The events of one call. Raises PdmeshError."""
-        is_finished = False
+        num_open = request.num_samples or 1
         with client_errors():
             responses = self._channel.server_stream(self._stub.Generate, request, timeout_s=timeout_s)
             async with aclosing(responses) as stream:
                 async for response in stream:
                     event = event_of(response)
-                    is_finished = isinstance(event, Finish)
+                    num_open -= isinstance(event, Finish)
                     yield event
-        if not is_finished:
+        if num_open:
             raise PdmeshError("INTERNAL", "the stream ended without a Finish")
 
     async def complete(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> Completion:
-        """The whole answer at once. Raises PdmeshError."""
-        collected = _Collected()
+        """The whole answer at once. Raises PdmeshError, and ValueError where several are asked for."""
+        if options.num_samples not in (None, 1):
+            raise ValueError(f"num_samples: {options.num_samples} given, only complete_all gives several")
+        return (await self.complete_all(prompt, options, timeout_s=timeout_s))[0]
+
+    async def complete_all(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Completion, ...]:
+        """All samples at once, in their order. Raises PdmeshError."""
+        collected = [_Collected() for _ in range(options.num_samples or 1)]
         async with aclosing(self.generate(prompt, options, timeout_s=timeout_s)) as events:
             async for event in events:
-                collected.take(event)
-        return collected.completion()
+                if event.index >= len(collected):
+                    raise PdmeshError("INTERNAL", f"the server sent sample {event.index} of {len(collected)}")
+                collected[event.index].take(event)
+        return tuple(sample.completion() for sample in collected)
 
     async def list_models(self, *, timeout_s: float = 10.0) -> tuple[ModelCard, ...]:
         """The models that are served. Raises PdmeshError."""
@@ -165,7 +175,7 @@ def _retry_delay_s(error: PdmeshError, num_retries: int) -> float | None:
 
 
 class _Collected:
-    """Puts the events of one answer together."""
+    """Puts the events of one sample together."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -274,6 +284,12 @@ class PdmeshClient:
     ) -> Completion:
         """Like `AsyncPdmeshClient.complete`."""
         return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s))
+
+    def complete_all(
+        self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Completion, ...]:
+        """Like `AsyncPdmeshClient.complete_all`."""
+        return self._wait(self._client.complete_all(prompt, options, timeout_s=timeout_s))
 
     def list_models(self, *, timeout_s: float = 10.0) -> tuple[ModelCard, ...]:
         """Like `AsyncPdmeshClient.list_models`."""

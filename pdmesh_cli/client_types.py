@@ -53,6 +53,8 @@ class GenerateOptions:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     cache_salt: bytes = b""
+    # How many answers; sample i is what a request of its own with the seed `seed + i` would get.
+    num_samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class Placement:
     decode_node: str
     prefill_node: str
     trace_id: str
+    # The sample that it belongs to, here and below.
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,7 @@ class Delta:
 
     text: str
     tokens: tuple[Token, ...]
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,8 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
+    """What one sample used. The prompt counts in the first one alone, so usages add up to that of the request."""
+
     prompt_tokens: int
     completion_tokens: int
     cached: CachedTokens
@@ -136,6 +143,7 @@ class Finish:
     timings: Timings
     # How often the request was moved because a node had failed.
     num_replacements: int = 0
+    index: int = 0
 
 
 Event = Placement | Delta | Finish
@@ -171,6 +179,7 @@ def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.G
         ignore_eos=options.ignore_eos,
         num_logprobs=options.num_logprobs,
         cache_salt=options.cache_salt,
+        num_samples=options.num_samples,
         sampling=inference_pb2.SamplingParams(
             temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
@@ -200,11 +209,13 @@ def event_of(response: inference_pb2.GenerateResponse) -> Event:
                 decode_node=placed.decode_node,
                 prefill_node=placed.prefill_node,
                 trace_id=placed.trace_id,
+                index=response.index,
             )
         case "delta":
-            return Delta(text=response.delta.text, tokens=tuple(_token_of(token) for token in response.delta.tokens))
+            tokens = tuple(_token_of(token) for token in response.delta.tokens)
+            return Delta(text=response.delta.text, tokens=tokens, index=response.index)
         case "finish":
-            return _finish_of(response.finish)
+            return _finish_of(response.finish, response.index)
         case _:
             raise PdmeshError("INTERNAL", "the server sent an event that this client does not know; update the client")
 
@@ -217,7 +228,7 @@ def _token_of(message: inference_pb2.SampledToken) -> Token:
     )
 
 
-def _finish_of(message: inference_pb2.Finish) -> Finish:
+def _finish_of(message: inference_pb2.Finish, index: int) -> Finish:
     stopped = message.reason == inference_pb2.FINISH_REASON_STOP
     return Finish(
         reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
@@ -226,6 +237,7 @@ def _finish_of(message: inference_pb2.Finish) -> Finish:
         usage=_usage_of(message.usage),
         timings=_timings_of(message.timings),
         num_replacements=message.num_replacements,
+        index=index,
     )
 
 

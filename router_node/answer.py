@@ -66,7 +66,7 @@ class Answer:
     def request(self, prefill_address: str) -> decode_pb2.DecodeRequest:
         """What to ask the next decode node: the prompt, and behind it what the client has already got."""
         message = self._prepared.addressed(prefill_address).message
-        message.request_id = _attempt_name(message.request_id, self._num_attempts + 1)
+        message.request_id = _attempt_name(message.request_id, self._prepared.sample, self._num_attempts + 1)
         message.token_ids.extend(self._token_ids)
         message.num_output_tokens = len(self._token_ids)
         message.max_tokens = self.max_tokens_left
@@ -174,9 +174,9 @@ class Answer:
             total.time_to_first_token_ms = lost_ms + timings.time_to_first_token_ms
 
 
-def _attempt_name(request_id: str, attempt: int) -> str:
-    """A name of its own for each further attempt: nodes of the last one may not have noticed yet that it is over."""
-    if attempt == 1:
-        return request_id
-    suffix = f"~{attempt}"
+def _attempt_name(request_id: str, sample: int, attempt: int) -> str:
+    """A name of its own for each further sample, which may run beside the others on one node, and for each further
+    attempt: nodes of the last one may not have noticed yet that it is over.
+    """
+    suffix = (f"+{sample}" if sample else "") + (f"~{attempt}" if attempt > 1 else "")
     return request_id.encode()[: MAX_REQUEST_ID_BYTES - len(suffix)].decode(errors="ignore") + suffix

@@ -25,6 +25,7 @@ from node_runtime.request_rules import (
     check_cache_salt,
     check_lengths,
     check_num_logprobs,
+    check_num_samples,
     check_sampling,
     check_stop_strings,
     check_stop_token_ids,
@@ -50,10 +51,13 @@ class PromptLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that breaks no rule. `message` lacks only the prefill address; `stop` never leaves the router."""
+    """A request that breaks no rule, or one sample of it. `message` lacks only the prefill address; `stop` never leaves
+    the router.
+    """
 
     message: decode_pb2.DecodeRequest
     stop: tuple[str, ...]
+    sample: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -65,6 +69,19 @@ class PreparedRequest:
         message.CopyFrom(self.message)
         message.prefill_address = prefill_address
         return replace(self, message=message)
+
+
+def samples_of(prepared: PreparedRequest, num_samples: int) -> tuple[PreparedRequest, ...]:
+    """One request for each sample. They differ in their seeds: that of sample i is (seed + i) mod 2^64."""
+    return tuple(_sample_of(prepared, index) for index in range(num_samples))
+
+
+def _sample_of(prepared: PreparedRequest, index: int) -> PreparedRequest:
+    message = decode_pb2.DecodeRequest()
+    message.CopyFrom(prepared.message)
+    # The sampler mixes the bits of a seed, so neighbours have nothing in common.
+    message.sampling.seed = (message.sampling.seed + index) % (1 << _SEED_BITS)
+    return replace(prepared, message=message, sample=index)
 
 
 class RequestPreparer:
@@ -93,6 +110,8 @@ class RequestPreparer:
         check_num_logprobs(request.num_logprobs if request.HasField("num_logprobs") else None)
         if request.HasField("max_tokens"):
             require(request.max_tokens >= 1, f"max_tokens: {request.max_tokens} given, at least 1 required")
+        if request.HasField("num_samples"):
+            check_num_samples(request.num_samples)
         check_stop_strings(request.stop)
         for index, text in enumerate(request.stop):
             self._check_bytes(f"stop[{index}]", len(text.encode()), self._limits.max_stop_bytes)

@@ -55,22 +55,39 @@ class RoutingParts:
 class RoutedRequest:
     """Iterate over `responses` once."""
 
-    def __init__(self, parts: RoutingParts, prepared: PreparedRequest, span: Span, *, deadline_s: float) -> None:
-        """`deadline_s` is on the clock of `parts`; `span` is that of the whole request."""
+    def __init__(
+        self,
+        parts: RoutingParts,
+        prepared: PreparedRequest,
+        span: Span,
+        *,
+        deadline_s: float,
+        near: PlacementChoice | None = None,
+    ) -> None:
+        """`deadline_s` is on the clock of `parts`; `span` is that of the whole request.
+
+        `near` is where it is to begin, for its prompt is cached there; a request that brings it is not hedged.
+        """
         self._parts = parts
         self._prepared = prepared
         self._prefixes = PromptPrefixes(prepared.message.token_ids, prepared.message.extra_keys)
         self._trace = RequestTrace(parts.telemetry, parts.clock, span)
         self._answer = Answer(prepared, parts.tokenizer)
+        self._near = near
         self._call: DecodeCall
         self._began_at_s = 0.0
         self._retries = RequestRetries(
             policy=parts.retry_policy, budget=parts.retry_budget, deadline_s=deadline_s, draw=parts.draw
         )
 
+    @property
+    def choice(self) -> PlacementChoice:
+        """Where the request runs; meaningful once it has been placed."""
+        return self._call.choice
+
     async def responses(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """One placement, then deltas, then one finish. Raises NodeError."""
-        self._call = self._begin(self._place())
+        self._call = self._begin(self._place(self._near))
         self._began_at_s = self._call.began_at_s
         try:
             yield self._placement_response(self._call.choice)
@@ -114,7 +131,7 @@ class RoutedRequest:
     async def _attempt(self) -> AsyncGenerator[inference_pb2.Delta, None]:
         """What the client may see of one attempt, which ends with the answer. Raises NodeError."""
         answer, clock = self._answer, self._parts.clock
-        if answer.num_attempts == 1:
+        if answer.num_attempts == 1 and self._near is None:
             self._call = await self._hedged(self._call)
         occupation, num_resumed_tokens = self._call.occupation, answer.num_tokens
         async with aclosing(self._call.events()) as events:
@@ -146,7 +163,9 @@ class RoutedRequest:
 
     def _judged(self, call: DecodeCall, error: NodeError) -> AttemptFailure:
         answer = self._answer
-        failure = failure_of(error, call.choice, is_first=answer.num_attempts == 1)
+        # A name that the router made up may clash with a client's; the next attempt has another one.
+        is_own_name = answer.num_attempts == 1 and self._prepared.sample == 0
+        failure = failure_of(error, call.choice, is_first=is_own_name)
         self._trace.record_failed(call, failure, attempt=answer.num_attempts, resumed_tokens=answer.num_tokens)
         return failure
 
@@ -225,11 +244,11 @@ class RoutedRequest:
             prefixes=self._prefixes,
         )
 
-    def _place(self) -> PlacementChoice:
-        """The choice, told to the trace and the log."""
+    def _place(self, wanted: PlacementChoice | None = None) -> PlacementChoice:
+        """The choice, `wanted` where there is one, told to the trace and the log."""
         with self._parts.telemetry.span(span_names.SPAN_PLACE) as span:
             try:
-                choice = self._choose(self._retries.penalties)
+                choice = wanted or self._choose(self._retries.penalties)
                 span.set_all(choice.explanation())
             except NoUsableNode:
                 self._parts.discovery.wake()

@@ -8,7 +8,7 @@ which cancels the call to the decode node.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,8 +20,9 @@ from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, span_names
 from router_node.live_requests import LiveRequests
 from router_node.request_metrics import RequestMetrics
-from router_node.request_preparation import PreparedRequest, RequestPreparer
+from router_node.request_preparation import PreparedRequest, RequestPreparer, samples_of
 from router_node.routed_request import RoutedRequest, RoutingParts
+from router_node.samples import SampledRequest
 from router_node.tenants import Tenants
 
 _FINISH_REASON_NAMES: Mapping[int, str] = MappingProxyType(
@@ -81,27 +82,42 @@ class InferenceService:
                     span_names.PDMESH_REQUEST_ID: request_id,
                 }
             )
+            num_samples = request.num_samples if request.HasField("num_samples") else 1
             tenant = context.caller().tenant
-            with parts.live.holding(request_id), self._using(tenant, span), bound_request_id(request_id):
+            with (
+                parts.live.holding(request_id, num_samples),
+                self._using(tenant, num_samples, span),
+                bound_request_id(request_id),
+            ):
                 prepared = await self._prepare(request, request_id, span, tenant)
                 deadline_s = parts.routing.clock.now_s() + context.time_remaining_s()
-                routed = RoutedRequest(parts.routing, prepared, span, deadline_s=deadline_s)
-                async with aclosing(routed.responses()) as responses:
+                finishes: list[inference_pb2.Finish] = []
+                async with aclosing(self._responses(prepared, num_samples, span, deadline_s)) as responses:
                     async for response in responses:
                         if response.HasField("finish"):
-                            _record_finish(span, response.finish)
+                            finishes.append(response.finish)
+                            _record_finishes(span, finishes)
                         measured.take(response)
                         yield response
 
     @contextmanager
-    def _using(self, tenant: str, span: Span) -> Iterator[None]:
+    def _using(self, tenant: str, num_samples: int, span: Span) -> Iterator[None]:
         """One request of `tenant` runs inside the block. Raises QueueFull."""
         if self._parts.tenants is None:
             yield
             return
         span.set(span_names.PDMESH_TENANT, tenant)
-        with self._parts.tenants.using(tenant):
+        with self._parts.tenants.using(tenant, num_samples):
             yield
+
+    def _responses(
+        self, prepared: PreparedRequest, num_samples: int, span: Span, deadline_s: float
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        routing = self._parts.routing
+        if num_samples == 1:
+            return RoutedRequest(routing, prepared, span, deadline_s=deadline_s).responses()
+        samples = samples_of(prepared, num_samples)
+        return SampledRequest(routing, samples, span, deadline_s=deadline_s).responses()
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, span: Span, tenant: str
@@ -130,23 +146,27 @@ def _operation(request: inference_pb2.GenerateRequest) -> str:
     return span_names.OPERATION_CHAT if is_chat else span_names.OPERATION_TEXT_COMPLETION
 
 
-def _record_finish(span: Span, finish: inference_pb2.Finish) -> None:
+def _record_finishes(span: Span, finishes: Sequence[inference_pb2.Finish]) -> None:
+    """What the samples that have ended by now used, together."""
+    usages = [finish.usage for finish in finishes]
     span.set_all(
         {
-            span_names.GEN_AI_USAGE_INPUT_TOKENS: finish.usage.prompt_tokens,
-            span_names.GEN_AI_USAGE_OUTPUT_TOKENS: finish.usage.completion_tokens,
-            span_names.GEN_AI_RESPONSE_FINISH_REASONS: (_FINISH_REASON_NAMES.get(finish.reason, "unspecified"),),
+            span_names.GEN_AI_USAGE_INPUT_TOKENS: sum(usage.prompt_tokens for usage in usages),
+            span_names.GEN_AI_USAGE_OUTPUT_TOKENS: sum(usage.completion_tokens for usage in usages),
+            span_names.GEN_AI_RESPONSE_FINISH_REASONS: tuple(
+                _FINISH_REASON_NAMES.get(finish.reason, "unspecified") for finish in finishes
+            ),
         }
     )
-    if finish.num_replacements:
-        span.set(span_names.PDMESH_ATTEMPT, finish.num_replacements + 1)
-    if finish.usage.HasField("cached"):
-        cached = finish.usage.cached
+    num_replacements = sum(finish.num_replacements for finish in finishes)
+    if num_replacements:
+        span.set(span_names.PDMESH_ATTEMPT, num_replacements + 1)
+    if any(usage.HasField("cached") for usage in usages):
         span.set_all(
             {
-                span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE: cached.prefill_device,
-                span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE: cached.decode_device,
-                span_names.PDMESH_CACHED_TOKENS_HOST: cached.host,
-                span_names.PDMESH_CACHED_TOKENS_STORAGE: cached.storage,
+                span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE: sum(usage.cached.prefill_device for usage in usages),
+                span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE: sum(usage.cached.decode_device for usage in usages),
+                span_names.PDMESH_CACHED_TOKENS_HOST: sum(usage.cached.host for usage in usages),
+                span_names.PDMESH_CACHED_TOKENS_STORAGE: sum(usage.cached.storage for usage in usages),
             }
         )

@@ -74,35 +74,44 @@ class Tenants:
         return self._by_digest.get(hashlib.sha256(token.encode()).hexdigest())
 
     @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        """One request of a tenant runs inside the block. Raises QueueFull; a tenant that is gone has no limits."""
+    def using(self, name: str, num_samples: int = 1) -> Iterator[None]:
+        """One request of a tenant runs inside the block; each of its samples counts as one. Raises QueueFull; a tenant
+        that is gone has no limits.
+        """
         tenant = self._by_name.get(name)
         if tenant is not None:
-            self._check_live(tenant)
-            self._take_from_rate(tenant)
-        self._num_live[name] += 1
+            self._check_live(tenant, num_samples)
+            self._take_from_rate(tenant, num_samples)
+        self._num_live[name] += num_samples
         try:
             yield
         finally:
-            self._num_live[name] -= 1
+            self._num_live[name] -= num_samples
 
-    def _check_live(self, tenant: Tenant) -> None:
-        limit = tenant.max_live_requests
-        if limit is not None and self._num_live[tenant.name] >= limit:
-            raise QueueFull(f"max_live_requests: tenant {tenant.name} already has {limit} requests running")
+    def _check_live(self, tenant: Tenant, num_samples: int) -> None:
+        limit, num_live = tenant.max_live_requests, self._num_live[tenant.name]
+        if limit is not None and num_live + num_samples > limit:
+            raise QueueFull(
+                f"max_live_requests: tenant {tenant.name} already has {num_live} requests running, {num_samples} more "
+                f"exceed {limit}"
+            )
 
-    def _take_from_rate(self, tenant: Tenant) -> None:
-        """A bucket that holds one minute's requests. Source: token bucket, as in RFC 2697."""
+    def _take_from_rate(self, tenant: Tenant, num_samples: int) -> None:
+        """A bucket that holds one minute's requests, all of which one with more samples than that takes.
+
+        Source: token bucket, as in RFC 2697.
+        """
         rate = tenant.requests_per_minute
         if rate is None:
             return
         burst, now_s = max(1.0, rate), self._clock.now_s()
         allowance, at_s = self._allowances.get(tenant.name, (burst, now_s))
         allowance = min(burst, allowance + (now_s - at_s) * rate / _S_PER_MINUTE)
-        self._allowances[tenant.name] = (allowance - 1.0 if allowance >= 1.0 else allowance, now_s)
-        if allowance < 1.0:
+        cost = min(float(num_samples), burst)
+        self._allowances[tenant.name] = (allowance - cost if allowance >= cost else allowance, now_s)
+        if allowance < cost:
             error = QueueFull(f"requests_per_minute: tenant {tenant.name} may begin {rate:g} requests per minute")
-            error.retry_after_s = (1.0 - allowance) * _S_PER_MINUTE / rate
+            error.retry_after_s = (cost - allowance) * _S_PER_MINUTE / rate
             raise error
 
     def _read_again(self) -> None:

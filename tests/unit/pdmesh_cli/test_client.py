@@ -83,6 +83,11 @@ class ScriptedRouter:
             if request.text == "hang":
                 await asyncio.Event().wait()
             yield _delta(" world", 12)
+            if request.num_samples:
+                for event in (_PLACEMENT, _delta("Bye", 13), _FINISH):
+                    second = inference_pb2.GenerateResponse(index=request.num_samples - 1)
+                    second.MergeFrom(event)
+                    yield second
             yield _FINISH
         finally:
             # A client that leaves early may do so before the handler hangs.
@@ -293,6 +298,21 @@ async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[Sc
     assert list(tokens.tokens.token_ids) == [1, 2, 3]
     assert not tokens.sampling.HasField("temperature")
     assert not tokens.HasField("max_tokens")
+
+
+async def test_samples_are_put_together_each_for_itself(router: tuple[ScriptedRouter, str]) -> None:
+    servicer, address = router
+    async with AsyncPdmeshClient(address) as client:
+        completions = await client.complete_all("hi", GenerateOptions(num_samples=2))
+        assert [completion.text for completion in completions] == ["Hello world", "Bye"]
+        assert servicer.requests[-1].num_samples == 2
+        with pytest.raises(ValueError, match="num_samples: 2 given"):
+            await client.complete("hi", GenerateOptions(num_samples=2))
+        # One of three never comes to its end.
+        with pytest.raises(PdmeshError, match="without a Finish"):
+            await client.complete_all("hi", GenerateOptions(num_samples=3))
+    with PdmeshClient(address) as plain:
+        assert (await asyncio.to_thread(plain.complete_all, "hi"))[0].text == "Hello world"
 
 
 def test_a_prompt_that_mixes_messages_and_ids_is_refused() -> None:

@@ -103,6 +103,7 @@ class FakeNode:
     prefix_granularity: int = 0
     capacity_tokens: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    num_running: int = 0
     address: str = ""
     server: grpc.aio.Server | None = None
 
@@ -160,6 +161,7 @@ class FakeNode:
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         self.requests.append(request)
+        self.num_running += 1
         self.metadata.append(dict(context.invocation_metadata() or ()))
         try:
             for step in self.script if self.script_for is None else self.script_for(request):
@@ -174,6 +176,8 @@ class FakeNode:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        finally:
+            self.num_running -= 1
 
 
 @dataclass(frozen=True)
