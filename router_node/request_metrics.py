@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from pdmesh.v1 import inference_pb2
@@ -59,8 +60,17 @@ class RequestMetrics:
         measurement.end("")
 
 
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """One sample: monotonic seconds, and the tokens that it has."""
+
+    first_token_at_s: float
+    last_token_at_s: float = 0.0
+    num_tokens: int = 0
+
+
 class RequestMeasurement:
-    """One request."""
+    """One request, with all its samples."""
 
     def __init__(self, instruments: RequestMetrics, operation: str) -> None:
         self._instruments = instruments
@@ -70,15 +80,13 @@ class RequestMeasurement:
             span_names.GEN_AI_REQUEST_MODEL: instruments.model_name,
         }
         self._began_at_s = instruments.clock.now_s()
-        self._first_token_at_s: float | None = None
-        self._last_token_at_s = 0.0
-        self._num_tokens = 0
+        self._progress: dict[int, _Progress] = {}
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         """Something the client is sent."""
         match response.WhichOneof("event"):
             case "delta":
-                self._take_tokens(len(response.delta.tokens))
+                self._take_tokens(response.index, len(response.delta.tokens))
             case "finish":
                 self._take_usage(response.finish.usage)
 
@@ -87,19 +95,21 @@ class RequestMeasurement:
         labels = {**self._labels, span_names.ERROR_TYPE: error_type} if error_type else self._labels
         instruments = self._instruments
         instruments.duration.record(instruments.clock.now_s() - self._began_at_s, labels)
-        if self._first_token_at_s is not None and self._num_tokens > 1:
-            decoding_s = self._last_token_at_s - self._first_token_at_s
-            instruments.time_per_output_token.record(decoding_s / (self._num_tokens - 1), labels)
+        for sample in self._progress.values():
+            if sample.num_tokens > 1:
+                decoding_s = sample.last_token_at_s - sample.first_token_at_s
+                instruments.time_per_output_token.record(decoding_s / (sample.num_tokens - 1), labels)
 
-    def _take_tokens(self, num_tokens: int) -> None:
+    def _take_tokens(self, index: int, num_tokens: int) -> None:
         if not num_tokens:
             return
         instruments = self._instruments
-        self._last_token_at_s = instruments.clock.now_s()
-        self._num_tokens += num_tokens
-        if self._first_token_at_s is None:
-            self._first_token_at_s = self._last_token_at_s
-            instruments.time_to_first_token.record(self._last_token_at_s - self._began_at_s, self._labels)
+        now_s = instruments.clock.now_s()
+        if not self._progress:
+            instruments.time_to_first_token.record(now_s - self._began_at_s, self._labels)
+        sample = self._progress.setdefault(index, _Progress(first_token_at_s=now_s))
+        sample.last_token_at_s = now_s
+        sample.num_tokens += num_tokens
 
     def _take_usage(self, usage: inference_pb2.Usage) -> None:
         instruments = self._instruments

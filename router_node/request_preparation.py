@@ -71,6 +71,13 @@ class PreparedRequest:
         return replace(self, message=message)
 
 
+def num_samples_of(request: inference_pb2.GenerateRequest) -> int:
+    """How many answers are wanted. Raises InvalidRequest."""
+    num_samples = request.num_samples if request.HasField("num_samples") else 1
+    check_num_samples(num_samples)
+    return num_samples
+
+
 def samples_of(prepared: PreparedRequest, num_samples: int) -> tuple[PreparedRequest, ...]:
     """One request for each sample. They differ in their seeds: that of sample i is (seed + i) mod 2^64."""
     return tuple(_sample_of(prepared, index) for index in range(num_samples))
@@ -110,8 +117,6 @@ class RequestPreparer:
         check_num_logprobs(request.num_logprobs if request.HasField("num_logprobs") else None)
         if request.HasField("max_tokens"):
             require(request.max_tokens >= 1, f"max_tokens: {request.max_tokens} given, at least 1 required")
-        if request.HasField("num_samples"):
-            check_num_samples(request.num_samples)
         check_stop_strings(request.stop)
         for index, text in enumerate(request.stop):
             self._check_bytes(f"stop[{index}]", len(text.encode()), self._limits.max_stop_bytes)

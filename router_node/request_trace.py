@@ -28,7 +28,7 @@ class RequestTrace:
 
     def record_failed(self, call: DecodeCall, failure: AttemptFailure, *, attempt: int, resumed_tokens: int) -> None:
         """A span of its own, because the node that died cannot tell its part of the story."""
-        attributes = {
+        attributes: dict[str, str | int] = {
             span_names.PDMESH_ATTEMPT: attempt,
             span_names.PDMESH_RESUMED_TOKENS: resumed_tokens,
             span_names.ERROR_TYPE: status_of(failure.error).name,

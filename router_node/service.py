@@ -20,7 +20,7 @@ from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, span_names
 from router_node.live_requests import LiveRequests
 from router_node.request_metrics import RequestMetrics
-from router_node.request_preparation import PreparedRequest, RequestPreparer, samples_of
+from router_node.request_preparation import PreparedRequest, RequestPreparer, num_samples_of, samples_of
 from router_node.routed_request import RoutedRequest, RoutingParts
 from router_node.samples import SampledRequest
 from router_node.tenants import Tenants
@@ -82,7 +82,7 @@ class InferenceService:
                     span_names.PDMESH_REQUEST_ID: request_id,
                 }
             )
-            num_samples = request.num_samples if request.HasField("num_samples") else 1
+            num_samples = num_samples_of(request)
             tenant = context.caller().tenant
             with (
                 parts.live.holding(request_id, num_samples),

@@ -105,6 +105,10 @@ _COUNTERS: Final = (
         lambda s: _one(s.num_local_prefills),
     ),
     _Instrument("pdmesh.retries", "{attempt}", "attempts beyond the first", lambda s: _one(s.num_retries)),
+    _Instrument("pdmesh.hedges", "{attempt}", "second attempts beside slow first ones", lambda s: _one(s.num_hedges)),
+    _Instrument(
+        "pdmesh.hedges.won", "{attempt}", "hedges that were first to give a token", lambda s: _one(s.num_won_hedges)
+    ),
     _Instrument(
         "pdmesh.runs.refused",
         "{run}",
