@@ -21,7 +21,7 @@ from rich.console import Console
 from rows import Report
 
 from pdmesh_cli.client import AsyncPdmeshClient
-from pdmesh_cli.client_types import Delta, GenerateOptions, Placement
+from pdmesh_cli.client_types import Delta, Finish, GenerateOptions, Placement
 from pdmesh_cli.logs import FileLogs
 from pdmesh_cli.up import RunningMesh, UpOptions, provide_model, running_mesh
 
@@ -79,7 +79,7 @@ async def run_request(
             times += [time.perf_counter()] * len(event.tokens)
             if behind_tokens and len(times) >= behind_tokens and not killed.done():
                 kill_now(placement)
-        else:
+        elif isinstance(event, Finish):
             num_replacements = event.num_replacements
     killed_s, killed_ns = await killed
     return Outcome(

@@ -76,6 +76,8 @@ class Generation:
         self.on_failure: Callable[[NodeError], None] | None = None
         # Why this node's own engine gave the request up, if it did.
         self.failure: NodeError | None = None
+        # Of each prompt token but the first, where this node computed the prompt and they were asked for.
+        self.prompt_logprobs: tuple[SampledToken, ...] = ()
 
     def submit(self) -> None:
         """Hands the request to the engine: it prefills it at once (fused) or waits for the peer (decode)."""
@@ -89,7 +91,14 @@ class Generation:
         )
         stop = StopRule(max_new_tokens=job.max_tokens, stop_token_ids=job.stop_token_ids)
         self._engine.post(
-            SubmitRequest(spec=spec, sampling=job.sampling, stop=stop, sink=self._on_update, matcher=self._matcher)
+            SubmitRequest(
+                spec=spec,
+                sampling=job.sampling,
+                stop=stop,
+                sink=self._on_update,
+                num_output_tokens=job.num_output_tokens,
+                matcher=self._matcher,
+            )
         )
 
     def abort(self) -> None:
@@ -138,6 +147,7 @@ class Generation:
                 self.on_grant(update)
             case TokenGenerated():
                 self._count(update)
+                self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
                 self._updates.put_nowait(update)
             case GenerationEnded():
                 self._is_over = True

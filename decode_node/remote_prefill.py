@@ -20,7 +20,7 @@ from decode_node.receiver import HandoffFailedError, IncomingHandoff, Received, 
 from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
-from node_runtime.errors import RequestCancelled
+from node_runtime.errors import IncompatiblePeer, RequestCancelled
 from node_runtime.handoff.messages import HANDOFF_ID_BYTES, Start
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import Telemetry, TraceContext, current_context, span_names
@@ -97,6 +97,7 @@ class RemotePrefill:
                 generation.abort()
                 raise
             else:
+                _check_prompt_logprobs(job, peer, received)
                 return generation, received, handoff
         raise AssertionError("the last attempt returns or raises")
 
@@ -167,3 +168,11 @@ class RemotePrefill:
                     span.fail(type(failure).__name__, failure.message)
         finally:
             await peer.release()
+
+
+def _check_prompt_logprobs(job: DecodeJob, peer: PrefillPeer, received: Received) -> None:
+    """Raises IncompatiblePeer when a prefill node of an older release did not know what it was asked for."""
+    is_wanted = job.sampling.num_prompt_logprobs is not None and len(job.token_ids) > 1
+    if is_wanted and not received.done.prompt_logprobs:
+        difference = "prompt log-probabilities: prefill=unknown, decode=wanted"
+        raise IncompatiblePeer(f"prefill node {peer.node_id} at {peer.address}", (difference,))

@@ -20,6 +20,7 @@ from decode_node.local_prefill import LocalPrefill, LocalReason
 from decode_node.pulse import EnginePulse
 from decode_node.receiver import IncomingHandoff, Received
 from decode_node.remote_prefill import RemotePrefill
+from model_runtime.sampler import SampledToken
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import GenerationEnded
@@ -190,6 +191,7 @@ class DecodeService:
                         cached=_cached_tokens(live),
                         timings=_timings(live, decode_ms=0.0),
                         output_is_structured=live.job.sampling.form is not None,
+                        prompt_logprobs=_prompt_logprobs(live),
                     )
                 )
                 is_first = False
@@ -306,6 +308,13 @@ def _cached_tokens(live: _Live) -> CachedTokens:
         host=host,
         storage=storage,
     )
+
+
+def _prompt_logprobs(live: _Live) -> tuple[SampledToken, ...]:
+    """From whoever computed the prompt; empty where they were not asked for."""
+    if live.received is not None:
+        return live.received.done.prompt_logprobs
+    return () if live.generation is None else live.generation.prompt_logprobs
 
 
 def _timings(live: _Live, *, decode_ms: float) -> Timings:

@@ -33,6 +33,7 @@ from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.forward_context import ForwardContext
 from model_runtime.head_ranks import check_head_ranks
 from model_runtime.layer_builder import LayerBuilder
+from model_runtime.prompt_scoring import keep_scores, scored_rows, scored_tokens
 from model_runtime.rank_group import RankGroup, SingleRank, check_same_plan
 from model_runtime.registry import compute_dtype, find_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, sample
@@ -182,18 +183,22 @@ class ModelExecutor:
     ) -> tuple[SampledToken | None, ...]:
         """One forward of all rows; one entry per row, None where the plan wants no logits.
 
-        `sampling` has an entry for every request whose logits are wanted. `on_stage(i)` runs on the calling thread
-        once layer i's rows or states of this forward are in the arena, on the CPU right after the layer wrote them.
+        `sampling` has an entry for every request whose logits are wanted; what a prompt is to be told is left in the
+        texts there. `on_stage(i)` runs on the calling thread once layer i's rows or states of this forward are in the
+        arena, on the CPU right after the layer wrote them.
         Raises BatchContractError or ValueError, before the arena is touched, for a plan that contradicts the arena's
         contract; LogitsError when the model breaks down; RankGroupError when another rank does not take part, or
         carries out another plan.
         """
-        metadata, batch = self._read(plan)
+        metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
+        scored = scored_rows(plan.request_ids, metadata.begins, metadata.input_lengths, sampling)
+        batch = ForwardBatch.from_plan(plan, metadata, self._device, scored_tokens=scored_tokens(scored))
         params = _sampling_by_logit_row(plan, batch, sampling)
         self._check_same_plan(plan)
         logits = self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
+        keep_scores(scored, logits[len(params) :])
         sampled: list[SampledToken | None] = [None] * metadata.num_rows
-        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=True):
+        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=False):
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
@@ -203,17 +208,14 @@ class ModelExecutor:
 
         Raises BatchContractError, ValueError or RankGroupError like `execute`.
         """
-        metadata, batch = self._read(plan)
+        metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
+        batch = ForwardBatch.from_plan(plan, metadata, self._device)
         self._check_same_plan(plan)
         return self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
 
     def _check_same_plan(self, plan: ExecutablePlan) -> None:
         for ranks in (self._ranks, self._head_ranks):
             check_same_plan(ranks, plan)
-
-    def _read(self, plan: ExecutablePlan) -> tuple[CacheBatchMetadata, ForwardBatch]:
-        metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
-        return metadata, ForwardBatch.from_plan(plan, metadata, self._device)
 
     def _forward(
         self, metadata: CacheBatchMetadata, batch: ForwardBatch, on_stage: Callable[[int], None]

@@ -6,7 +6,7 @@ Made from a scheduler plan and the metadata checked against the cache contract. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ import torch
 from cache_runtime.device import CpuDevice, Device
 from cache_runtime.mapping.batch_metadata import CacheBatchMetadata
 from cache_runtime.mapping.write_locations import span_tokens
+
+NO_TOKENS: Final = np.empty(0, dtype=np.int64)
 
 
 class TokenPlan(Protocol):
@@ -32,7 +34,8 @@ class ForwardBatch:
 
     `token_ids`, `positions`: int64[num_tokens]. `begins`, `lengths`: int32[num_rows], position of a row's first token
     and number of its tokens. `logit_rows`: int64[num_logits], the rows whose last token's logits are wanted, ascending;
-    `logit_tokens`: int64[num_logits], those tokens among all tokens.
+    `logit_tokens`: int64[num_logits + num_scored], those tokens among all tokens, and behind them others whose logits
+    are wanted because they say how likely the prompt was.
     """
 
     token_ids: torch.Tensor
@@ -43,8 +46,18 @@ class ForwardBatch:
     logit_tokens: torch.Tensor
 
     @classmethod
-    def from_plan(cls, plan: TokenPlan, metadata: CacheBatchMetadata, device: Device | None = None) -> ForwardBatch:
-        """On the CPU where no device is given. Raises ValueError when the plan's tokens do not match its rows."""
+    def from_plan(
+        cls,
+        plan: TokenPlan,
+        metadata: CacheBatchMetadata,
+        device: Device | None = None,
+        *,
+        scored_tokens: npt.NDArray[np.int64] = NO_TOKENS,
+    ) -> ForwardBatch:
+        """On the CPU where no device is given. Raises ValueError when the plan's tokens do not match its rows.
+
+        `scored_tokens`: int64[num_scored], among all tokens.
+        """
         if plan.token_ids.shape != (metadata.num_tokens,):
             raise ValueError(
                 f"token_ids has shape {plan.token_ids.shape}, the rows' input_lengths sum to {metadata.num_tokens}"
@@ -59,7 +72,7 @@ class ForwardBatch:
             begins=upload(metadata.begins.copy()),
             lengths=upload(metadata.input_lengths.copy()),
             logit_rows=logit_rows,
-            logit_tokens=upload(last_tokens[logit_rows]),
+            logit_tokens=upload(np.concatenate((last_tokens[logit_rows], scored_tokens))),
         )
 
     @property

@@ -15,9 +15,13 @@ import numpy.typing as npt
 
 from model_runtime.errors import ModelError
 from model_runtime.output_form import OutputForm
+from model_runtime.request_text import RequestText
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probability one request can ask for."""
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
 
 _UINT64_MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -36,8 +40,12 @@ class SamplingParams:
 
     `temperature` 0 takes the most likely token. `top_k` keeps the k most likely tokens, then `top_p` the smallest set
     of them with at least that mass. `num_logprobs` None reports no log-probabilities, n that of the token and of the
-    n most likely ones. `form` is that of the whole completion; of the next token it says what `allowed` does,
-    bool[vocab_size] with None for everything: the others are not sampled. Log-probabilities do not know of it.
+    n most likely ones; `num_prompt_logprobs` likewise for each token of the prompt.
+
+    Before all that the logits of tokens are changed, in this order: those of the prompt and the output by
+    `repetition_penalty`, those of the output by `frequency_penalty` and `presence_penalty`, and those in `logit_bias`.
+    `form` is that of the whole completion; of the next token it says what `allowed` does, bool[vocab_size] with None
+    for everything: the others are not sampled. Log-probabilities know of none of it.
     """
 
     temperature: float = 0.0
@@ -47,6 +55,23 @@ class SamplingParams:
     num_logprobs: int | None = None
     form: OutputForm | None = None
     allowed: npt.NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
+    num_prompt_logprobs: int | None = None
+    # (token id, what is added to its logit), each token once.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    # Set, and made longer, by whoever runs the request, where `needs_text`.
+    text: RequestText | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether what is sampled or told depends on the tokens before."""
+        return self.has_penalties or self.num_prompt_logprobs is not None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -57,13 +82,34 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed <= _UINT64_MASK:
             raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
-        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"num_logprobs must be in [0, {MAX_LOGPROBS}], got {self.num_logprobs}")
+        for name, count in (("num_logprobs", self.num_logprobs), ("num_prompt_logprobs", self.num_prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name} must be in [0, {MAX_LOGPROBS}], got {count}")
+        self._check_adjustments()
+
+    def _check_adjustments(self) -> None:
+        # Written so that NaN fails as well.
+        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be in (0, {MAX_REPETITION_PENALTY}], got {self.repetition_penalty}"
+            )
+        for name, penalty in (
+            ("frequency_penalty", self.frequency_penalty),
+            ("presence_penalty", self.presence_penalty),
+        ):
+            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+                raise ValueError(f"{name} must be in [-{MAX_PENALTY}, {MAX_PENALTY}], got {penalty}")
+        for token_id, bias in self.logit_bias:
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise ValueError(
+                    f"logit_bias of token {token_id} must be in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], got {bias}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """One picked token. Log-probabilities are natural and of the distribution before temperature and truncation.
+    """One token, picked or given. Log-probabilities are natural and of the model's own distribution, before penalties,
+    biases, temperature and truncation.
 
     `top_logprobs` holds (token id, log-probability), most likely first, lower id first among equals.
     """
@@ -76,9 +122,11 @@ class SampledToken:
 def sample(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken:
     """Picks the token at `position` of prompt and completion from logits float32[vocab_size].
 
-    Raises LogitsError when the logits, those of allowed tokens, have no finite maximum.
+    Raises LogitsError when the logits, those of allowed tokens, have no finite maximum, and ValueError when penalties
+    lack a text.
     """
-    choices = logits if params.allowed is None else np.where(params.allowed, logits, -np.float32(np.inf))
+    wanted = adjusted(logits, params)
+    choices = wanted if params.allowed is None else np.where(params.allowed, wanted, -np.float32(np.inf))
     best = int(np.argmax(choices))  # the first of equals
     if not math.isfinite(choices[best]):
         raise LogitsError(f"logits at position {position} have the maximum {choices[best]} at token {best}")
@@ -86,13 +134,46 @@ def sample(logits: Float32Row, params: SamplingParams, position: int) -> Sampled
     token_id = best if greedy else _draw(choices, params, position)
     if params.num_logprobs is None:
         return SampledToken(token_id=token_id)
+    return score(logits, token_id, params.num_logprobs)
+
+
+def score(logits: Float32Row, token_id: int, num_alternatives: int) -> SampledToken:
+    """How likely logits float32[vocab_size] make a token, and the most likely ones."""
     logprobs = _log_softmax(logits)
-    top_ids = _most_likely(logprobs, params.num_logprobs)
+    top_ids = _most_likely(logprobs, num_alternatives)
     return SampledToken(
         token_id=token_id,
         logprob=float(logprobs[token_id]),
         top_logprobs=tuple((int(index), float(logprobs[index])) for index in top_ids),
     )
+
+
+def adjusted(logits: Float32Row, params: SamplingParams) -> Float32Row:
+    """A row with the penalties and biases of `params`, computed in float32; `logits` itself where there are none.
+
+    Source: Keskar et al. 2019, "CTRL", section 4.1, for the repetition penalty, which divides positive logits and, as
+    implementations do, multiplies negative ones; the OpenAI API reference for the other two and the bias.
+    """
+    if not params.logit_bias and not params.has_penalties:
+        return logits
+    row = logits.copy()
+    if params.has_penalties:
+        if params.text is None:
+            raise ValueError("penalties need the text of the request")
+        _penalise(row, params, params.text)
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row[np.array(ids, dtype=np.int64)] += np.array(biases, dtype=np.float32)
+    return row
+
+
+def _penalise(row: Float32Row, params: SamplingParams, text: RequestText) -> None:
+    if params.repetition_penalty != 1.0:
+        ids, factor = text.seen_ids(), np.float32(params.repetition_penalty)
+        row[ids] = np.where(row[ids] > 0, row[ids] / factor, row[ids] * factor)
+    ids, counts = text.output_counts()
+    row[ids] -= counts.astype(np.float32) * np.float32(params.frequency_penalty)
+    row[ids] -= np.float32(params.presence_penalty)
 
 
 def uniform(seed: int, position: int) -> float:

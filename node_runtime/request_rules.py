@@ -7,7 +7,7 @@ arguments. Importing this needs neither torch nor gRPC.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from node_runtime.errors import InvalidRequest
@@ -22,6 +22,12 @@ MAX_CLIENT_STOP_TOKEN_IDS: Final = 64
 MAX_STOP_TOKEN_IDS: Final = 80
 MAX_LOGPROBS: Final = 20
 MAX_SAMPLES: Final = 64
+MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_PENALTY: Final = 2.0
+MAX_REPETITION_PENALTY: Final = 10.0
+# What keeps a message of prompt log-probabilities well below the size that gRPC clients accept by default.
+MAX_PROMPT_LOGPROB_VALUES: Final = 131_072
 MAX_EXTRA_KEYS: Final = 8
 MAX_EXTRA_KEY_BYTES: Final = 64
 MIN_PROGRESS_INTERVAL_MS: Final = 50
@@ -97,14 +103,56 @@ def check_sampling(sampling: inference_pb2.SamplingParams) -> None:
     if sampling.HasField("top_p"):
         # Written so that NaN fails as well.
         require(0 < sampling.top_p <= 1, f"sampling.top_p: {sampling.top_p:g} given, a number in (0, 1] required")
+    _check_penalties(sampling)
 
 
-def check_num_logprobs(num_logprobs: int | None) -> None:
+def _check_penalties(sampling: inference_pb2.SamplingParams) -> None:
+    for name, penalty in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+    ):
+        require(
+            -MAX_PENALTY <= penalty <= MAX_PENALTY,
+            f"sampling.{name}: {penalty:g} given, a number in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] required",
+        )
+    if sampling.HasField("repetition_penalty"):
+        require(
+            0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"sampling.repetition_penalty: {sampling.repetition_penalty:g} given, a number in (0, "
+            f"{MAX_REPETITION_PENALTY:g}] required",
+        )
+
+
+def check_logit_bias(biases: Mapping[int, float], vocab_size: int) -> None:
+    """At most 1024 tokens, each in [0, vocab_size), each bias in [-100, 100]."""
+    field = "sampling.logit_bias"
+    require(len(biases) <= MAX_LOGIT_BIASES, f"{field}: {len(biases)} tokens given, at most {MAX_LOGIT_BIASES} allowed")
+    check_tokens_in_vocabulary(biases.keys(), vocab_size, field=field)
+    for token_id, bias in biases.items():
+        require(
+            -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS,
+            f"{field}[{token_id}]: {bias:g} given, a number in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}] required",
+        )
+
+
+def check_num_logprobs(num_logprobs: int | None, *, field: str = "num_logprobs") -> None:
     """At most 20 alternatives."""
     require(
         num_logprobs is None or 0 <= num_logprobs <= MAX_LOGPROBS,
-        f"num_logprobs: {num_logprobs} given, at most {MAX_LOGPROBS} allowed",
+        f"{field}: {num_logprobs} given, at most {MAX_LOGPROBS} allowed",
     )
+
+
+def check_num_prompt_logprobs(num_logprobs: int | None, num_prompt_tokens: int) -> None:
+    """At most 20 alternatives, and no more than 131,072 log-probabilities in all."""
+    check_num_logprobs(num_logprobs, field="num_prompt_logprobs")
+    if num_logprobs is not None:
+        num_values = num_prompt_tokens * (1 + num_logprobs)
+        require(
+            num_values <= MAX_PROMPT_LOGPROB_VALUES,
+            f"num_prompt_logprobs: {num_logprobs} given for {num_prompt_tokens} tokens, {num_values} values in all, at "
+            f"most {MAX_PROMPT_LOGPROB_VALUES} allowed",
+        )
 
 
 def check_num_samples(num_samples: int) -> None:

@@ -30,6 +30,7 @@ from pdmesh_cli.client_types import (
     PdmeshError,
     Placement,
     Prompt,
+    PromptLogprobs,
     Token,
     event_of,
     request_message,
@@ -94,7 +95,8 @@ class AsyncPdmeshClient:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> AsyncGenerator[Event, None]:
-        """Streams one Placement, then Deltas, then exactly one Finish; of several samples each its own, in any order.
+        """Streams one Placement, then PromptLogprobs if asked for, then Deltas, then exactly one Finish; of several
+        samples each its own, in any order.
 
         `timeout_s` is the deadline of the whole answer, waits for a busy mesh included; a request that was refused
         after its Placement and sent again has another Placement. Raises PdmeshError. Leaving the iteration early
@@ -180,6 +182,7 @@ class _Collected:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._tokens: list[Token] = []
+        self._prompt_tokens: tuple[Token, ...] = ()
         self._placement: Placement | None = None
         self._finish: Finish | None = None
 
@@ -187,6 +190,8 @@ class _Collected:
         match event:
             case Placement():
                 self._placement = event
+            case PromptLogprobs():
+                self._prompt_tokens = event.tokens
             case Delta():
                 self._text.append(event.text)
                 self._tokens.extend(event.tokens)
@@ -197,7 +202,11 @@ class _Collected:
         if self._placement is None or self._finish is None:
             raise PdmeshError("INTERNAL", "the stream ended without a Placement and a Finish")
         return Completion(
-            text="".join(self._text), tokens=tuple(self._tokens), placement=self._placement, finish=self._finish
+            text="".join(self._text),
+            tokens=tuple(self._tokens),
+            placement=self._placement,
+            finish=self._finish,
+            prompt_tokens=self._prompt_tokens,
         )
 
 

@@ -5,7 +5,7 @@ Owned by `client`; nothing here talks to anybody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -55,6 +55,13 @@ class GenerateOptions:
     cache_salt: bytes = b""
     # How many answers; sample i is what a request of its own with the seed `seed + i` would get.
     num_samples: int | None = None
+    # Token ids, and what is added to their logits.
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    # Alternatives to tell for each token of the prompt, beside its own log-probability.
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +72,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One generated token."""
+    """One token of the answer or the prompt."""
 
     token_id: int
     logprob: float | None
@@ -81,6 +88,14 @@ class Placement:
     prefill_node: str
     trace_id: str
     # The sample that it belongs to, here and below.
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """What the prompt's tokens were worth, the first one apart; before the first Delta, when it was asked for."""
+
+    tokens: tuple[Token, ...]
     index: int = 0
 
 
@@ -146,7 +161,7 @@ class Finish:
     index: int = 0
 
 
-Event = Placement | Delta | Finish
+Event = Placement | PromptLogprobs | Delta | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +172,8 @@ class Completion:
     tokens: tuple[Token, ...] = field(repr=False)
     placement: Placement
     finish: Finish
+    # Empty unless `num_prompt_logprobs` asked for them.
+    prompt_tokens: tuple[Token, ...] = field(repr=False, default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +197,16 @@ def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.G
         num_logprobs=options.num_logprobs,
         cache_salt=options.cache_salt,
         num_samples=options.num_samples,
+        num_prompt_logprobs=options.num_prompt_logprobs,
         sampling=inference_pb2.SamplingParams(
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            logit_bias=options.logit_bias,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            repetition_penalty=options.repetition_penalty,
         ),
     )
     if isinstance(prompt, str):
@@ -211,6 +236,9 @@ def event_of(response: inference_pb2.GenerateResponse) -> Event:
                 trace_id=placed.trace_id,
                 index=response.index,
             )
+        case "prompt_logprobs":
+            tokens = tuple(_token_of(token) for token in response.prompt_logprobs.tokens)
+            return PromptLogprobs(tokens=tokens, index=response.index)
         case "delta":
             tokens = tuple(_token_of(token) for token in response.delta.tokens)
             return Delta(text=response.delta.text, tokens=tokens, index=response.index)

@@ -116,6 +116,7 @@ class Progress:
     cached_tokens: int = 0
     first_token: SampledToken | None = None
     first_token_at_s: float | None = None
+    prompt_logprobs: tuple[SampledToken, ...] = ()
     is_handed_over: bool = False
     transfer: TransferSummary | None = None
     # None until all were sent.
@@ -290,7 +291,14 @@ class PromptHandoff:
             extra_keys=list(start.extra_keys),
         )
         self._tools.engine.post(
-            SubmitRequest(spec=spec, sampling=start.sampling, stop=None, sink=self._on_update, matcher=self._matcher)
+            SubmitRequest(
+                spec=spec,
+                sampling=start.sampling,
+                stop=None,
+                sink=self._on_update,
+                num_output_tokens=start.num_output_tokens,
+                matcher=self._matcher,
+            )
         )
 
     def _start_writing(self, grant: Grant, post_until_s: float) -> None:
@@ -382,6 +390,7 @@ class PromptHandoff:
             case TokenGenerated():
                 self.progress.first_token = update.token
                 self.progress.first_token_at_s = update.at_s
+                self.progress.prompt_logprobs = update.prompt_logprobs
             case HandoverOffered():
                 self.progress.is_handed_over = True
                 self._complete_if_whole()
@@ -406,6 +415,7 @@ class PromptHandoff:
             transferred_runs=progress.transfer.num_runs,
             timings=measured_timings(progress),
             num_checksum_parts=progress.num_checksum_parts or 0,
+            prompt_logprobs=progress.prompt_logprobs,
         )
         self.feed(Completed(done=done))
 

@@ -32,6 +32,7 @@ class Answer:
         self._began_at_s = 0.0
         self._attempt_began_at_s = 0.0
         self._is_admitted = False
+        self._has_prompt_logprobs = False
         self._cached: inference_pb2.CachedTokens | None = None
         self._timings = inference_pb2.Timings()
         self._first_tokens_at_s: float | None = None
@@ -70,6 +71,8 @@ class Answer:
         message.token_ids.extend(self._token_ids)
         message.num_output_tokens = len(self._token_ids)
         message.max_tokens = self.max_tokens_left
+        if self._has_prompt_logprobs:
+            message.ClearField("num_prompt_logprobs")
         return message
 
     def begin_attempt(self, now_s: float) -> None:
@@ -89,15 +92,32 @@ class Answer:
         """Of two attempts side by side the one that began then is the one whose events follow."""
         self._attempt_began_at_s = began_at_s
 
-    def take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
-        """Raises ValueError when the node does not do what was asked of it."""
+    def take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> inference_pb2.PromptLogprobs | None:
+        """What the client is told of its prompt, if it asked and does not know by now. Raises ValueError when the node
+        does not do what was asked of it.
+        """
         if self._prepared.message.sampling.HasField("structured_output") and not admitted.output_is_structured:
             raise ValueError("the node knows no sampling.structured_output")
         self._is_admitted = True
         self._note_outcome(admitted.cached, admitted.timings)
+        prompt = self._prepared.message
+        if not prompt.HasField("num_prompt_logprobs") or self._has_prompt_logprobs:
+            return None
+        if len(admitted.prompt_logprobs) != len(prompt.token_ids) - 1:
+            raise ValueError(
+                f"log-probabilities of {len(admitted.prompt_logprobs)} prompt tokens came, {len(prompt.token_ids) - 1} "
+                "were asked for"
+            )
+        self._has_prompt_logprobs = True
+        first = inference_pb2.SampledToken(token_id=prompt.token_ids[0])
+        return inference_pb2.PromptLogprobs(tokens=[first, *admitted.prompt_logprobs])
 
     def take_tokens(self, tokens: Iterable[inference_pb2.SampledToken], now_s: float) -> inference_pb2.Delta:
-        """What the client may see of these. Raises ValueError for a token outside the vocabulary."""
+        """What the client may see of these. Raises ValueError for a token outside the vocabulary, and where the prompt
+        should have been told of before.
+        """
+        if self._prepared.message.HasField("num_prompt_logprobs") and not self._has_prompt_logprobs:
+            raise ValueError("tokens came before the log-probabilities of the prompt that were asked for")
         delta = self._text.push(tokens)
         self._token_ids.extend(token.token_id for token in delta.tokens)
         self._last_tokens_at_s = now_s

@@ -24,7 +24,9 @@ from node_runtime.request_rules import (
     MAX_CLIENT_STOP_TOKEN_IDS,
     check_cache_salt,
     check_lengths,
+    check_logit_bias,
     check_num_logprobs,
+    check_num_prompt_logprobs,
     check_num_samples,
     check_sampling,
     check_stop_strings,
@@ -88,6 +90,9 @@ def _sample_of(prepared: PreparedRequest, index: int) -> PreparedRequest:
     message.CopyFrom(prepared.message)
     # The sampler mixes the bits of a seed, so neighbours have nothing in common.
     message.sampling.seed = (message.sampling.seed + index) % (1 << _SEED_BITS)
+    if index:
+        # All have the same prompt, and the first one tells of it.
+        message.ClearField("num_prompt_logprobs")
     return replace(prepared, message=message, sample=index)
 
 
@@ -114,6 +119,7 @@ class RequestPreparer:
             raise UnknownModel(f'model: "{request.model}" is not served here, only "{self._model_name}" is')
         self._check_prompt(request)
         check_sampling(request.sampling)
+        check_logit_bias(request.sampling.logit_bias, self._tokenizer.vocab_size)
         check_num_logprobs(request.num_logprobs if request.HasField("num_logprobs") else None)
         if request.HasField("max_tokens"):
             require(request.max_tokens >= 1, f"max_tokens: {request.max_tokens} given, at least 1 required")
@@ -168,6 +174,8 @@ class RequestPreparer:
         if request.HasField("max_tokens"):
             max_tokens = request.max_tokens
         check_lengths(len(token_ids), max_tokens, context_tokens)
+        num_prompt_logprobs = request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None
+        check_num_prompt_logprobs(num_prompt_logprobs, len(token_ids))
         message = decode_pb2.DecodeRequest(
             request_id=request_id,
             token_ids=token_ids,
@@ -175,6 +183,7 @@ class RequestPreparer:
             max_tokens=max_tokens,
             stop_token_ids=self._stop_token_ids(request),
             num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
+            num_prompt_logprobs=num_prompt_logprobs,
             extra_keys=[key for key in (tenant.encode(), request.cache_salt) if key],
         )
         if not message.sampling.HasField("seed"):

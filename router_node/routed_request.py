@@ -70,7 +70,10 @@ class RoutedRequest:
         """
         self._parts = parts
         self._prepared = prepared
-        self._prefixes = PromptPrefixes(prepared.message.token_ids, prepared.message.extra_keys)
+        message = prepared.message
+        # A prompt whose log-probabilities are wanted finds nothing cached.
+        finds_nothing = message.HasField("num_prompt_logprobs")
+        self._prefixes = None if finds_nothing else PromptPrefixes(message.token_ids, message.extra_keys)
         self._trace = RequestTrace(parts.telemetry, parts.clock, span)
         self._answer = Answer(prepared, parts.tokenizer)
         self._near = near
@@ -93,9 +96,9 @@ class RoutedRequest:
             yield self._placement_response(self._call.choice)
             while True:
                 try:
-                    async with aclosing(self._attempt()) as deltas:
-                        async for delta in deltas:
-                            yield inference_pb2.GenerateResponse(delta=delta)
+                    async with aclosing(self._attempt()) as responses:
+                        async for response in responses:
+                            yield response
                     break
                 except NodeError as error:
                     if self._answer.is_complete:
@@ -128,7 +131,7 @@ class RoutedRequest:
             silence_timeout_s=parts.silence_timeout_s,
         )
 
-    async def _attempt(self) -> AsyncGenerator[inference_pb2.Delta, None]:
+    async def _attempt(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """What the client may see of one attempt, which ends with the answer. Raises NodeError."""
         answer, clock = self._answer, self._parts.clock
         if answer.num_attempts == 1 and self._near is None:
@@ -138,17 +141,20 @@ class RoutedRequest:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "admitted":
-                        self._take_admitted(event.admitted)
+                        prompt = self._take_admitted(event.admitted)
                         occupation.end_prefill(
                             prompt_tokens=self._prepared.prompt_tokens + num_resumed_tokens,
                             cached=event.admitted.cached,
                             timings=event.admitted.timings,
                         )
+                        if prompt is not None:
+                            yield inference_pb2.GenerateResponse(prompt_logprobs=prompt)
                     case "tokens":
                         occupation.end_prefill()
                         if not answer.num_tokens and not self._retries.num_failures:
                             self._parts.hedges.note_first_token(clock.now_s() - self._began_at_s)
-                        yield self._take_tokens(event.tokens, clock.now_s())
+                        delta = self._take_tokens(event.tokens, clock.now_s())
+                        yield inference_pb2.GenerateResponse(delta=delta)
                     case "finish":
                         answer.take_finish(event.finish)
                 if answer.matched_stop is not None:
@@ -220,10 +226,11 @@ class RoutedRequest:
         if call.failure is not None:
             self._note_failure(self._judged(call, call.failure))
 
-    def _take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> None:
+    def _take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> inference_pb2.PromptLogprobs | None:
         try:
-            self._answer.take_admitted(admitted)
+            return self._answer.take_admitted(admitted)
         except ValueError as error:
+            # A decode node of an older release: another one may know what this one was asked for.
             raise RemoteError("FAILED_PRECONDITION", str(error)) from None
 
     def _take_tokens(self, tokens: decode_pb2.DecodeTokens, now_s: float) -> inference_pb2.Delta:

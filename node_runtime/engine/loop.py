@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never
 
 from node_runtime.clock import Clock
+from node_runtime.engine.live_request import LiveRequest
 from node_runtime.engine.messages import (
     AcceptFirstToken,
     Command,
@@ -34,7 +35,6 @@ from node_runtime.engine.messages import (
     RequestRetracted,
     RequestSink,
     Shutdown,
-    StopRule,
     SubmitRequest,
     TokenGenerated,
     Update,
@@ -59,7 +59,6 @@ from scheduler_core import (
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
-    from model_runtime.text.grammar import TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -108,17 +107,6 @@ class NoHooks:
         pass
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request that may still get updates."""
-
-    sampling: SamplingParams
-    stop: StopRule | None
-    sink: RequestSink
-    matcher: TokenMatcher | None
-    num_generated: int = 0
-
-
 class EngineLoop:
     """Owns scheduler and executor. `post`, `snapshot`, `num_pulses`, `busy_since_s` and `stop` are safe from every
     thread, the rest is not public.
@@ -151,7 +139,7 @@ class EngineLoop:
         self._on_fatal = on_fatal
         self._hooks: StepHooks = hooks if hooks is not None else NoHooks()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._outbox: list[Delivery] = []
         self._on_prefixes = on_prefixes
         if on_prefixes is not None:
@@ -265,17 +253,17 @@ class EngineLoop:
                 assert_never(command)
 
     def _submit(self, command: SubmitRequest) -> None:
-        live = _Live(command.sampling, command.stop, command.sink, command.matcher)
+        live = LiveRequest.of(command)
         try:
-            self._scheduler.submit([command.spec])
+            self._scheduler.submit([live.spec])
         except SubmitError as error:
             self._outbox.append((command.sink, RequestFailed(error=InvalidRequest(str(error)))))
             return
         except EngineBroken:
             # It hears of the end like the others.
-            self._live[command.spec.request_id] = live
+            self._live[live.spec.request_id] = live
             raise
-        self._live[command.spec.request_id] = live
+        self._live[live.spec.request_id] = live
 
     def _post_events(self, events: tuple[Event, ...]) -> None:
         self._scheduler.advance(list(events))
@@ -421,9 +409,10 @@ class EngineLoop:
                 broken = f"the first token of the prefill node breaks {FORM_FIELD}.{error}"
                 self._fail((request_id,), RemoteError("FAILED_PRECONDITION", broken))
                 return True
-        live.num_generated += 1
-        self._outbox.append((live.sink, TokenGenerated(token=token, at_s=now_s)))
-        reason = live.stop.find_end(token.token_id, live.num_generated) if live.stop is not None else None
+        reason = live.take(token.token_id)
+        self._outbox.append(
+            (live.sink, TokenGenerated(token=token, at_s=now_s, prompt_logprobs=live.prompt_logprobs()))
+        )
         if reason is None:
             return False
         matched = token.token_id if reason.name == "STOP" else None

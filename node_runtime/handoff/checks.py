@@ -13,7 +13,13 @@ from cache_runtime.recipes.spec import CacheFamily
 from cache_runtime.transfer.schema import GroupSchema
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import Done, Grant, GroupGrant, Ready, Start
-from node_runtime.request_rules import check_lengths, check_token_ids, check_tokens_in_vocabulary
+from node_runtime.request_rules import (
+    check_lengths,
+    check_logit_bias,
+    check_num_prompt_logprobs,
+    check_token_ids,
+    check_tokens_in_vocabulary,
+)
 
 _STATE_WINDOW_TOKENS = 2
 # So that a lease survives a Beat that comes late.
@@ -57,6 +63,8 @@ class GrantedGroup:
 def check_start(start: Start, *, vocab_size: int, context_tokens: int) -> None:
     """Refuses a prompt that leaves no place in the model's context or holds tokens outside the vocabulary."""
     check_token_ids(start.token_ids, vocab_size)
+    check_logit_bias(dict(start.sampling.logit_bias), vocab_size)
+    check_num_prompt_logprobs(start.sampling.num_prompt_logprobs, len(start.token_ids))
     # This node samples one token.
     check_lengths(len(start.token_ids), 1, context_tokens)
 
@@ -78,13 +86,20 @@ def check_lease(grant: Grant, start: Start) -> None:
         raise InvalidRequest(f"lease_ms: {grant.lease_ms} given, Start announced {start.lease_ms}")
 
 
-def check_done(done: Done, *, vocab_size: int, num_granted_blocks: int) -> None:
-    """Refuses a first token outside [0, vocab_size), and a transfer of other than the granted blocks."""
+def check_done(done: Done, start: Start, *, vocab_size: int, num_granted_blocks: int) -> None:
+    """Refuses a first token outside [0, vocab_size), a transfer of other than the granted blocks, and log-probabilities
+    of another prompt.
+    """
     if done.transferred_blocks != num_granted_blocks:
         raise InvalidRequest(
             f"transferred_blocks: {done.transferred_blocks} given, {num_granted_blocks} blocks were granted"
         )
     check_tokens_in_vocabulary((done.first_token.token_id,), vocab_size, field="first_token")
+    is_wanted = start.sampling.num_prompt_logprobs is not None
+    given = tuple(token.token_id for token in done.prompt_logprobs)
+    # A prefill node of an older release knows none.
+    if given and (not is_wanted or given != start.token_ids[1:]):
+        raise InvalidRequest(f"prompt_logprobs: of {len(given)} tokens that are not the prompt's")
 
 
 def check_grant(

@@ -126,7 +126,7 @@ class DecodeHandoff:
             check_ready(event, num_prompt_tokens=len(self._start.token_ids), lease_ms=self._start.lease_ms)
         elif isinstance(event, Done):
             num_blocks = sum(len(group.block_ids) for group in self._groups)
-            check_done(event, vocab_size=self._vocab_size, num_granted_blocks=num_blocks)
+            check_done(event, self._start, vocab_size=self._vocab_size, num_granted_blocks=num_blocks)
 
     def _actions(self, previous: DecodeState, event: DecodeEvent, now_s: float) -> tuple[DecodeAction, ...]:
         match event:

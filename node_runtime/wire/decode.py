@@ -11,6 +11,8 @@ from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.request_rules import (
     check_extra_keys,
     check_lengths,
+    check_logit_bias,
+    check_num_prompt_logprobs,
     check_progress_interval,
     check_request_id,
     check_stop_token_ids,
@@ -60,6 +62,7 @@ def job_to_proto(job: DecodeJob) -> decode_pb2.DecodeRequest:
         max_tokens=job.max_tokens,
         stop_token_ids=sorted(job.stop_token_ids),
         num_logprobs=job.sampling.num_logprobs,
+        num_prompt_logprobs=job.sampling.num_prompt_logprobs,
         extra_keys=job.extra_keys,
         prefill_address=job.prefill_address or "",
         num_output_tokens=job.num_output_tokens,
@@ -75,6 +78,7 @@ def job_from_proto(
     check_token_ids(message.token_ids, vocab_size)
     check_lengths(len(message.token_ids), message.max_tokens, context_tokens)
     check_stop_token_ids(message.stop_token_ids, vocab_size)
+    check_logit_bias(message.sampling.logit_bias, vocab_size)
     check_extra_keys(message.extra_keys)
     require(
         message.num_output_tokens < len(message.token_ids),
@@ -82,6 +86,12 @@ def job_from_proto(
         "required",
     )
     check_progress_interval(message.progress_interval_ms)
+    num_prompt_logprobs = message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None
+    check_num_prompt_logprobs(num_prompt_logprobs, len(message.token_ids))
+    require(
+        num_prompt_logprobs is None or message.num_output_tokens == 0,
+        f"num_prompt_logprobs: not with num_output_tokens={message.num_output_tokens}, whoever has output has them",
+    )
     if message.prefill_address:
         parse_address(message.prefill_address, field="prefill_address")
     return DecodeJob(
@@ -90,6 +100,7 @@ def job_from_proto(
         sampling=sampling_from_proto(
             message.sampling,
             num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+            num_prompt_logprobs=num_prompt_logprobs,
             seed_if_absent=seed_if_absent,
         ),
         max_tokens=message.max_tokens,

@@ -139,6 +139,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
         num_output_tokens=start.num_output_tokens,
+        num_prompt_logprobs=start.sampling.num_prompt_logprobs,
     )
 
 
@@ -150,6 +151,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         sampling=sampling_from_proto(
             start.sampling,
             num_logprobs=start.num_logprobs if start.HasField("num_logprobs") else None,
+            num_prompt_logprobs=start.num_prompt_logprobs if start.HasField("num_prompt_logprobs") else None,
             seed_if_absent=0,
         ),
         extra_keys=tuple(start.extra_keys),
@@ -228,6 +230,7 @@ def _done_to_proto(done: Done) -> handoff_pb2.Done:
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
         num_checksum_parts=done.num_checksum_parts,
+        prompt_logprobs=map(token_to_proto, done.prompt_logprobs),
     )
 
 
@@ -246,4 +249,5 @@ def _done_from_proto(done: handoff_pb2.Done) -> Done:
             transfer_exposed_ms=timings.transfer_exposed_ms,
         ),
         num_checksum_parts=done.num_checksum_parts,
+        prompt_logprobs=tuple(map(token_from_proto, done.prompt_logprobs)),
     )

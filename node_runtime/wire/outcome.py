@@ -11,8 +11,10 @@ from types import MappingProxyType
 
 from pdmesh.v1 import decode_pb2, inference_pb2
 
+from model_runtime.sampler import SampledToken
 from node_runtime.engine.messages import EndReason
 from node_runtime.errors import InvalidRequest
+from node_runtime.wire.sampling import token_from_proto, token_to_proto
 
 _REASONS: Mapping[EndReason, inference_pb2.FinishReason.ValueType] = MappingProxyType(
     {
@@ -67,11 +69,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAdmitted:
-    """The first message of a decode stream. `timings` end with the first token."""
+    """The first message of a decode stream. `timings` end with the first token.
+
+    `prompt_logprobs` of each prompt token but the first, where they were asked for.
+    """
 
     cached: CachedTokens
     timings: Timings = Timings()
     output_is_structured: bool = False
+    prompt_logprobs: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +174,7 @@ def admitted_to_proto(admitted: DecodeAdmitted) -> decode_pb2.DecodeResponse:
             cached=cached_to_proto(admitted.cached),
             timings=timings_to_proto(admitted.timings),
             output_is_structured=admitted.output_is_structured,
+            prompt_logprobs=map(token_to_proto, admitted.prompt_logprobs),
         )
     )
 
@@ -177,6 +184,7 @@ def admitted_from_proto(message: decode_pb2.DecodeAdmitted) -> DecodeAdmitted:
         cached=cached_from_proto(message.cached),
         timings=timings_from_proto(message.timings),
         output_is_structured=message.output_is_structured,
+        prompt_logprobs=tuple(map(token_from_proto, message.prompt_logprobs)),
     )
 
 

@@ -11,22 +11,31 @@ from node_runtime.wire.output_form import form_from_proto, form_to_proto
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    """All fields present, so the receiver needs no default. `num_logprobs` travels beside this message."""
+    """All fields present, so the receiver needs no default. Numbers of log-probabilities travel beside this message."""
     return inference_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         seed=params.seed,
         structured_output=None if params.form is None else form_to_proto(params.form),
+        logit_bias=dict(params.logit_bias),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
     )
 
 
 def sampling_from_proto(
-    message: inference_pb2.SamplingParams, *, num_logprobs: int | None, seed_if_absent: int
+    message: inference_pb2.SamplingParams,
+    *,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+    seed_if_absent: int,
 ) -> SamplingParams:
-    """Raises InvalidRequest naming field and limit."""
+    """Raises InvalidRequest naming field and limit. That biases are of tokens in the vocabulary is for the caller."""
     check_sampling(message)
     check_num_logprobs(num_logprobs)
+    check_num_logprobs(num_prompt_logprobs, field="num_prompt_logprobs")
     try:
         return SamplingParams(
             temperature=message.temperature,
@@ -35,6 +44,12 @@ def sampling_from_proto(
             seed=message.seed if message.HasField("seed") else seed_if_absent,
             num_logprobs=num_logprobs,
             form=form_from_proto(message),
+            num_prompt_logprobs=num_prompt_logprobs,
+            # In the order of the tokens: equal requests have equal parameters.
+            logit_bias=tuple(sorted(message.logit_bias.items())),
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         )
     except ValueError as error:
         raise InvalidRequest(f"sampling.{error}") from None

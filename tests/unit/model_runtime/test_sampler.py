@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from model_runtime.sampler import LogitsError, SamplingParams, sample, uniform
+from model_runtime.request_text import RequestText
+from model_runtime.sampler import LogitsError, SampledToken, SamplingParams, adjusted, sample, uniform
 
 
 def row(*probabilities: float) -> np.ndarray:
@@ -152,3 +154,69 @@ def test_broken_logits_are_an_error_instead_of_a_token(bad: float) -> None:
 def test_bad_parameters_are_refused_naming_field_and_limit(field: str, value: float, limit: str) -> None:
     with pytest.raises(ValueError, match=f"{field}.*{limit}"):
         SamplingParams(**{field: value})
+
+
+def text_of(prompt: list[int], output: list[int]) -> RequestText:
+    return RequestText(np.array([*prompt, *output], np.int32), num_output_tokens=len(output))
+
+
+def test_penalties_and_biases_change_what_they_say_and_in_that_order() -> None:
+    logits = np.array([2.0, -2.0, 4.0, 1.0, 0.5], np.float32)
+    params = SamplingParams(
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        logit_bias=((2, 10.0), (4, -1.0)),
+        text=text_of([0, 1], [2, 2, 1]),
+    )
+    # 0: prompt. 1: prompt, and once in the output. 2: twice in the output. 3 and 4: nowhere.
+    expected = [2.0 / 2, -2.0 * 2 - 0.5 - 0.25, 4.0 / 2 - 2 * 0.5 - 0.25 + 10.0, 1.0, 0.5 - 1.0]
+    assert adjusted(logits, params).tolist() == expected
+    assert logits.tolist() == [2.0, -2.0, 4.0, 1.0, 0.5]
+    token = sample(logits, replace(params, num_logprobs=1), 5)
+    assert token.token_id == 2
+    # What the model itself thought of it.
+    assert token.logprob == pytest.approx(float(logits[2]) - math.log(float(np.exp(logits).sum())))
+
+
+def test_a_text_that_grows_is_penalised_as_it_stands() -> None:
+    logits = np.zeros(3, np.float32)
+    params = SamplingParams(frequency_penalty=1.0, text=text_of([0], []))
+    picked = []
+    for position in range(6):
+        picked.append(sample(logits, params, position).token_id)
+        params.text.append(picked[-1])
+    assert picked == [0, 1, 2, 0, 1, 2]
+
+
+def test_without_wishes_the_row_is_left_alone_and_penalties_without_a_text_are_a_defect() -> None:
+    logits = np.zeros(3, np.float32)
+    assert adjusted(logits, SamplingParams(num_prompt_logprobs=1, text=text_of([1], []))) is logits
+    with pytest.raises(ValueError, match="text of the request"):
+        sample(logits, SamplingParams(presence_penalty=1.0), 0)
+
+
+def test_a_prompt_is_told_once_all_of_it_is_scored() -> None:
+    text = text_of([4, 5, 6], [])
+    text.keep_score(2, SampledToken(token_id=6, logprob=-1.0))
+    assert not text.is_scored
+    with pytest.raises(ValueError, match="position 1 of a prompt of 3"):
+        text.scores()
+    text.keep_score(1, SampledToken(token_id=5, logprob=-2.0))
+    assert [token.token_id for token in text.scores()] == [5, 6]
+    assert text_of([4], []).scores() == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 10"),
+        ({"frequency_penalty": 2.1}, r"frequency_penalty must be in \[-2.0, 2.0\], got 2.1"),
+        ({"presence_penalty": math.nan}, "presence_penalty must be"),
+        ({"logit_bias": ((3, 100.5),)}, "logit_bias of token 3 must be"),
+        ({"num_prompt_logprobs": 21}, "num_prompt_logprobs must be"),
+    ],
+)
+def test_wishes_out_of_bounds_are_refused(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**values)

@@ -75,6 +75,9 @@ class ScriptedRouter:
             raise InvalidRequest("temperature: must be >= 0, got -1")
         try:
             yield _PLACEMENT
+            if request.HasField("num_prompt_logprobs"):
+                tokens = [inference_pb2.SampledToken(token_id=1), inference_pb2.SampledToken(token_id=2, logprob=-3.0)]
+                yield inference_pb2.GenerateResponse(prompt_logprobs=inference_pb2.PromptLogprobs(tokens=tokens))
             yield _delta("Hello", 11)
             if request.text == "break":
                 raise QueueFull("the queue is full")
@@ -282,6 +285,11 @@ async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[Sc
         ignore_eos=True,
         num_logprobs=0,
         cache_salt=b"s",
+        logit_bias={5: -1.5},
+        presence_penalty=0.5,
+        frequency_penalty=0.0,
+        repetition_penalty=1.25,
+        num_prompt_logprobs=2,
     )
     async with AsyncPdmeshClient(address) as client:
         await client.complete([ChatMessage(role="user", content="hi")], options)
@@ -295,9 +303,21 @@ async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[Sc
     assert chat.sampling.HasField("seed")
     assert (chat.sampling.top_k, chat.sampling.top_p) == (4, 0.5)
     assert chat.chat.messages[0].content == "hi"
+    assert (dict(chat.sampling.logit_bias), chat.num_prompt_logprobs) == ({5: -1.5}, 2)
+    assert (chat.sampling.presence_penalty, chat.sampling.repetition_penalty) == (0.5, 1.25)
+    assert chat.sampling.HasField("frequency_penalty")
+    assert not tokens.sampling.HasField("presence_penalty")
+    assert not tokens.HasField("num_prompt_logprobs")
     assert list(tokens.tokens.token_ids) == [1, 2, 3]
     assert not tokens.sampling.HasField("temperature")
     assert not tokens.HasField("max_tokens")
+
+
+async def test_what_the_prompt_was_worth_is_part_of_the_answer(router: tuple[ScriptedRouter, str]) -> None:
+    async with AsyncPdmeshClient(router[1]) as client:
+        told = await client.complete("hi", GenerateOptions(num_prompt_logprobs=0))
+        assert [(token.token_id, token.logprob) for token in told.prompt_tokens] == [(1, None), (2, -3.0)]
+        assert (await client.complete("hi")).prompt_tokens == ()
 
 
 async def test_samples_are_put_together_each_for_itself(router: tuple[ScriptedRouter, str]) -> None:

@@ -177,3 +177,34 @@ def test_a_complete_answer_whose_report_was_lost_ends_all_the_same(
     assert finish.reason == reason
     assert finish.usage.completion_tokens == len(content)
     assert finish.matched_token_id == (EOS if reason == STOP else 0)
+
+
+def test_the_prompt_is_told_of_once_by_whichever_attempt_is_admitted(tokenizer: Tokenizer) -> None:
+    answer = _answer(tokenizer)
+    answer._prepared.message.num_prompt_logprobs = 0
+    assert answer.request("h:1").HasField("num_prompt_logprobs")
+    answer.begin_attempt(0.0)
+    answer.begin_attempt(1.0)
+    assert answer.request("h:1").HasField("num_prompt_logprobs")
+    admitted = _admitted()
+    admitted.prompt_logprobs.extend(_tokens(b"i!"))
+    told = answer.take_admitted(admitted)
+    assert told is not None
+    assert [(token.token_id, token.HasField("logprob")) for token in told.tokens] == [
+        (ord("h"), False), (ord("i"), True), (ord("!"), True),
+    ]  # fmt: skip
+    answer.take_tokens(_tokens(b"a"), 2.0)
+    answer.begin_attempt(3.0)
+    # The client has them; the next node need not compute the prompt without its cache.
+    assert not answer.request("h:1").HasField("num_prompt_logprobs")
+    assert answer.take_admitted(_admitted()) is None
+
+
+def test_a_node_that_keeps_the_prompts_log_probabilities_to_itself_is_found_out(tokenizer: Tokenizer) -> None:
+    answer = _answer(tokenizer)
+    answer._prepared.message.num_prompt_logprobs = 2
+    answer.begin_attempt(0.0)
+    with pytest.raises(ValueError, match="of 0 prompt tokens came, 2 were asked for"):
+        answer.take_admitted(_admitted())
+    with pytest.raises(ValueError, match="tokens came before"):
+        answer.take_tokens(_tokens(b"a"), 1.0)

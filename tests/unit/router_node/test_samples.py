@@ -167,3 +167,32 @@ async def test_samples_count_as_live_requests(start_router: StartRouter, prefill
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "max_live_requests" in message
     call.cancel()
+
+
+async def test_the_prompt_is_told_of_once_and_a_node_that_cannot_is_passed_by(
+    start_router: StartRouter, start_node: StartNode, prefill: FakeNode
+) -> None:
+    told = admitted_event()
+    told.admitted.prompt_logprobs.add(token_id=ord("i"), logprob=-0.5)
+
+    def script_for(request: decode_pb2.DecodeRequest) -> list[Step]:
+        return [told, tokens_event("a"), finish_event()]
+
+    # Of a release that does not know the field.
+    deaf = await start_node(DECODE, "decode-1", script=[admitted_event(), tokens_event("a"), finish_event()])
+    knowing = await start_node(DECODE, "decode-2", script_for=script_for)
+    router = await start_router(prefill, deaf, knowing)
+    for _ in range(2):
+        responses = await router.generate(text="hi", num_prompt_logprobs=0, num_samples=2)
+        samples = _by_index(responses)
+        kinds = [response.WhichOneof("event") for response in samples[0]]
+        assert kinds == ["placement", "prompt_logprobs", "delta", "finish"]
+        tokens = samples[0][1].prompt_logprobs.tokens
+        assert [(token.token_id, token.HasField("logprob")) for token in tokens] == [
+            (ord("h"), False),
+            (ord("i"), True),
+        ]
+        assert [response.WhichOneof("event") for response in samples[1]] == ["placement", "delta", "finish"]
+    asked = [request for request in knowing.requests if "+1" in request.request_id]
+    assert asked
+    assert not any(request.HasField("num_prompt_logprobs") for request in asked)
