@@ -92,8 +92,8 @@ class Tenants:
         limit, num_live = tenant.max_live_requests, self._num_live[tenant.name]
         if limit is not None and num_live + num_samples > limit:
             raise QueueFull(
-                f"max_live_requests: tenant {tenant.name} already has {num_live} requests running, {num_samples} more "
-                f"exceed {limit}"
+                f"max_live_requests: tenant {tenant.name} already has {num_live} requests running, and {num_samples} "
+                f"more exceed {limit}"
             )
 
     def _take_from_rate(self, tenant: Tenant, num_samples: int) -> None:

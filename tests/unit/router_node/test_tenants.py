@@ -101,7 +101,7 @@ async def test_a_tenant_at_its_limit_does_not_stop_another(
     code, message = await status_of_call(router, bearer(TOKENS["alpha"]))
     assert (code, message) == (
         "RESOURCE_EXHAUSTED",
-        "max_live_requests: tenant alpha already has 1 requests running",
+        "max_live_requests: tenant alpha already has 1 requests running, and 1 more exceed 1",
     )
     assert await status_of_call(router, bearer(TOKENS["beta"])) == ("OK", "")
     running.cancel()
@@ -129,6 +129,24 @@ def test_a_rate_lets_a_minute_of_requests_begin_and_then_says_when_to_come_back(
     for _ in range(100):
         with tenants.using("beta"):
             pass
+
+
+def test_each_sample_of_a_request_counts(tmp_path: Path) -> None:
+    clock = StoppedClock()
+    path = write_tenants(tmp_path / "tenants.yaml", alpha={"requests_per_minute": 6, "max_live_requests": 4})
+    tenants = Tenants(path, clock)
+    with tenants.using("alpha", 3):
+        with (
+            pytest.raises(QueueFull, match="already has 3 requests running, and 2 more exceed 4"),
+            tenants.using("alpha", 2),
+        ):
+            pass
+        with tenants.using("alpha", 1):
+            pass
+    with pytest.raises(QueueFull, match="requests_per_minute") as refusal, tenants.using("alpha", 4):
+        pass
+    # Two are left of the six, and one comes every ten seconds.
+    assert refusal.value.retry_after_s == pytest.approx(20.0)
 
 
 async def test_only_operators_may_change_the_router(
