@@ -23,6 +23,7 @@ from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.progress import watch_progress
+from node_runtime.engine.pulse import STALL_BOUND_S, EngineWatch
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -63,9 +64,11 @@ class DecodeNode:
         peer_notice_bound_s: float = PEER_NOTICE_BOUND_S,
         transport: Transport | None = None,
         engine_class: type[EngineLoop] = EngineLoop,
+        stall_bound_s: float = STALL_BOUND_S,
     ) -> None:
         """`on_drain` is told why the node is to stop when a caller asked it to.
 
+        `stall_bound_s`: how long the engine may stand still before the node serves nothing new.
         `peer_notice_bound_s`: how long a prefill node that knows no leases may go on after its stream broke.
         """
         self._peer_notice_bound_s = peer_notice_bound_s
@@ -88,6 +91,8 @@ class DecodeNode:
             on_prefixes=feed_on(asyncio.get_running_loop(), self._prefix_feed),
         )
         self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
+        self._engine_watch = EngineWatch(self.engine, on_change=self._update_health, stall_bound_s=stall_bound_s)
+        self._watching: asyncio.Task[None] | None = None
         self._receiving = self._make_receiving(config, transport) if isinstance(config, DecodeNodeConfig) else None
         self.service = DecodeService(
             node_id=config.node_id,
@@ -104,6 +109,7 @@ class DecodeNode:
             remote=self._receiving.remote if self._receiving else None,
             local=self._receiving.local if self._receiving else None,
             forms=self._forms,
+            watch=self._engine_watch,
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
         node_service = NodeService(self._make_reporter(), self._server, on_drain)
@@ -118,6 +124,8 @@ class DecodeNode:
     @property
     def is_ready(self) -> bool:
         """Whether a prompt can be computed now. With no prefill node configured, the first request finds out."""
+        if self._engine_watch.is_stalled:
+            return False
         receiving = self._receiving
         if receiving is None or receiving.local.is_fallback:
             return True
@@ -132,6 +140,7 @@ class DecodeNode:
         """Listens and serves. Raises PortInUse or BadConfig."""
         await self._server.start()
         self.engine.start()
+        self._watching = asyncio.create_task(self._engine_watch.run(), name="engine watch")
         if self._core.ranks is not None:
             self._core.ranks.watch(self._on_fatal)
         for line in self._core.describe():
@@ -153,6 +162,8 @@ class DecodeNode:
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         await self._server.stop(self._config.drain_grace_s)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._status_metrics.close()
         if self._receiving is not None:
             await self._receiving.remote.close()
@@ -228,7 +239,7 @@ class DecodeNode:
         )
 
     def _update_health(self) -> None:
-        """A peer may have come or gone."""
+        """A peer may have come or gone, the engine come to a standstill or moved again."""
         self._server.set_serving(self.is_ready)
 
 

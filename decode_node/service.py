@@ -17,7 +17,6 @@ from pdmesh.v1 import decode_pb2
 
 from decode_node.generation import Generation, Measured
 from decode_node.local_prefill import LocalPrefill, LocalReason
-from decode_node.pulse import EnginePulse
 from decode_node.receiver import IncomingHandoff, Received
 from decode_node.remote_prefill import RemotePrefill
 from model_runtime.sampler import SampledToken
@@ -25,9 +24,11 @@ from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import GenerationEnded
 from node_runtime.engine.output_forms import OutputForms
+from node_runtime.engine.pulse import EnginePulse, EngineWatch
 from node_runtime.errors import (
     DeadlineExceeded,
     DuplicateRequest,
+    EngineStalled,
     NodeError,
     NoMemoryInTime,
     NoPrefillNode,
@@ -94,6 +95,7 @@ class DecodeService:
         remote: RemotePrefill | None,
         local: LocalPrefill | None,
         forms: OutputForms,
+        watch: EngineWatch,
     ) -> None:
         """`remote` and `local` are None on a fused node, which computes all prompts and ignores prefill addresses."""
         self._node_id = node_id
@@ -106,6 +108,7 @@ class DecodeService:
         self._remote = remote
         self._local = local
         self._forms = forms
+        self._watch = watch
         self._live: dict[str, _Live] = {}
         self._serials = itertools.count(1)
 
@@ -137,6 +140,8 @@ class DecodeService:
                 self._record(span, live)
 
     def _check(self, job: DecodeJob) -> None:
+        if self._watch.is_stalled:
+            raise EngineStalled(self._node_id)
         limits = self._limits
         num_tokens = len(job.token_ids) + job.max_tokens
         if num_tokens > limits.max_request_tokens:

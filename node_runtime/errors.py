@@ -116,6 +116,13 @@ class NodeBroken(NodeError):
     """A process that this node is made of is gone, and the node with it. Other nodes may take the request at once."""
 
 
+class EngineStalled(NodeError):
+    """The engine of this node stands still: nothing that it has is served, and nothing new is taken."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(f"the engine of node {node_id} stands still")
+
+
 class TransferBroken(NodeError):
     """The data plane failed to move the cache of a request."""
 

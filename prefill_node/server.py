@@ -18,6 +18,7 @@ from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
 from node_runtime.engine.progress import watch_progress
+from node_runtime.engine.pulse import STALL_BOUND_S, EngineWatch
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
 from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, run_until_stopped
@@ -51,8 +52,11 @@ class PrefillNode:
         transport: Transport | None = None,
         engine_class: type[EngineLoop] = EngineLoop,
         hashing: Executor | None = None,
+        stall_bound_s: float = STALL_BOUND_S,
     ) -> None:
-        """`on_drain` is told why the node is to stop when a caller asked it to."""
+        """`on_drain` is told why the node is to stop when a caller asked it to. `stall_bound_s`: how long the engine
+        may stand still before the node gives up what it has and serves nothing new.
+        """
         clock = clock or SystemClock()
         self._clock = clock
         data_plane = core.require_data_plane()
@@ -82,6 +86,8 @@ class PrefillNode:
             on_prefixes=feed_on(asyncio.get_running_loop(), prefix_feed),
         )
         self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
+        self._engine_watch = EngineWatch(self.engine, on_change=self._update_health, stall_bound_s=stall_bound_s)
+        self._watching: asyncio.Task[None] | None = None
         self._peers = DecodePeers(self._planes, data_plane.manifest, probes)
         self.service = PrefillService(
             node_id=config.node_id,
@@ -106,13 +112,14 @@ class PrefillNode:
             ),
             telemetry=telemetry,
             forms=self._forms,
+            watch=self._engine_watch,
         )
         reporter = ComputeReporter(
             info=describe_node(core, node_id=config.node_id, incarnation=incarnation, role=mesh_pb2.NODE_ROLE_PREFILL),
             engine=self.engine,
             prefix_feed=prefix_feed,
             clear_cache=core.scheduler.clear_cache,
-            is_serving=lambda: self._is_serving,
+            is_serving=lambda: self._is_serving and not self._engine_watch.is_stalled,
             num_handoffs=lambda: self.service.num_handoffs,
             peers=self._peers.statuses,
         )
@@ -133,6 +140,7 @@ class PrefillNode:
         self.engine.start()
         if self._core.ranks is not None:
             self._core.ranks.watch(self._on_fatal)
+        self._watching = asyncio.create_task(self._engine_watch.run(), name="engine watch")
         self._is_serving = True
         self._server.set_serving(True)
         self._status_metrics.start()
@@ -152,6 +160,8 @@ class PrefillNode:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
         self._is_serving = False
         await self._server.stop(self._config.drain_grace_s)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._status_metrics.close()
         self._forms.close()
         await asyncio.to_thread(self.engine.stop)
@@ -160,6 +170,13 @@ class PrefillNode:
         self._planes.close()
         if self._core.ranks is not None:
             await asyncio.to_thread(self._core.ranks.close)
+
+    def _update_health(self) -> None:
+        """The engine has come to a standstill, which its handoffs do not survive, or moved again."""
+        is_stalled = self._engine_watch.is_stalled
+        self._server.set_serving(self._is_serving and not is_stalled)
+        if is_stalled:
+            self.service.give_all_up()
 
 
 async def serve(config: PrefillNodeConfig) -> int:

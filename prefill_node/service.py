@@ -19,8 +19,10 @@ from pdmesh.v1 import handoff_pb2, prefill_pb2
 
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.engine.output_forms import OutputForms
+from node_runtime.engine.pulse import EngineWatch
 from node_runtime.errors import (
     DuplicateRequest,
+    EngineStalled,
     InternalError,
     InvalidRequest,
     NotBootstrapped,
@@ -70,6 +72,7 @@ class PrefillService:
         tools: HandoffTools,
         telemetry: Telemetry,
         forms: OutputForms,
+        watch: EngineWatch,
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
@@ -77,6 +80,7 @@ class PrefillService:
         self._limits = limits
         self._tools = tools
         self._forms = forms
+        self._watch = watch
         self._telemetry = telemetry
         self._phases = PhaseRecorder(telemetry, tools.clock)
         self._sent_bytes = telemetry.metrics.counter("pdmesh.transfer", "By", "cache written into decode nodes")
@@ -89,6 +93,11 @@ class PrefillService:
     def num_handoffs(self) -> int:
         """Handoffs that hold something on this node, drained ones not counted."""
         return len(self._live)
+
+    def give_all_up(self) -> None:
+        """Ends every handoff because the engine stands still: the prompts may be computed elsewhere meanwhile."""
+        for handoff in tuple(self._live.values()):
+            handoff.give_up(EngineStalled(self._node_id))
 
     async def Bootstrap(
         self, request: prefill_pb2.BootstrapRequest, context: RpcContext
@@ -145,6 +154,8 @@ class PrefillService:
         """Checks everything, then submits. Nothing is held when it raises."""
         if start.prefill_incarnation != self._incarnation:
             raise NotBootstrapped("prefill_incarnation: this prefill node was restarted since the bootstrap")
+        if self._watch.is_stalled:
+            raise EngineStalled(self._node_id)
         peer = self._tools.peers.find(start.decode_incarnation)
         self._used_ids.check(start.handoff_id)
         self._check_unique(start)

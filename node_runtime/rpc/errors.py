@@ -32,6 +32,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.PeerDraining: grpc.StatusCode.UNAVAILABLE,
         errors.NodeDraining: grpc.StatusCode.UNAVAILABLE,
         errors.NodeBroken: grpc.StatusCode.UNAVAILABLE,
+        errors.EngineStalled: grpc.StatusCode.UNAVAILABLE,
         errors.TransferBroken: grpc.StatusCode.UNAVAILABLE,
         errors.LinkBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -88,6 +88,8 @@ class FakeMesh:
         self._make_core = make_core
         self.fabric = MemoryFabric()
         self.drains: list[str] = []
+        # How long an engine may stand still: tests hold engines up for as long as they like.
+        self.stall_bound_s = 600.0
         self._nodes: list[FakeNode] = []
         self._channels: list[grpc.aio.Channel] = []
         self._num_requests = 0
@@ -105,6 +107,7 @@ class FakeMesh:
             on_fatal=fatal.append,
             on_drain=self.drains.append,
             clock=clock,
+            stall_bound_s=self.stall_bound_s,
         )
         return await self._started(FakeNode(node, made, fatal))
 
@@ -125,6 +128,7 @@ class FakeMesh:
             on_fatal=fatal.append,
             on_drain=self.drains.append,
             peer_notice_bound_s=0.0,
+            stall_bound_s=self.stall_bound_s,
         )
         return await self._started(FakeNode(node, made, fatal))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, until
 from support.fake_router import FakeRouter, RoutedAnswer
@@ -102,4 +103,48 @@ async def test_a_storm_of_slow_requests_is_not_doubled_by_its_hedges(mesh: FakeM
     for index, answer in enumerate(answers):
         assert answer.token_ids == expected_tokens([*PROMPT, index], 5)
     for node in (*prefill, *decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_node_whose_engine_stands_still_says_so_and_takes_nothing_new_until_it_moves(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    mesh.stall_bound_s = 1.0
+    decode = await mesh.decode(prefill)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    gate = Gate()
+    decode.executor.before_pass = gate.wait
+    running = asyncio.ensure_future(mesh.generate(decode, PROMPT, max_tokens=9, prefill_address=prefill.address))
+    await until(gate.reached.is_set, "the engine stands still")
+    await until(lambda: not decode.node.is_ready, "the node has noticed")
+    assert not (await mesh.status(decode)).serving
+    code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "stands still" in message
+    gate.open()
+    assert (await running).token_ids == expected_tokens(PROMPT, 9)
+    await until(lambda: decode.node.is_ready, "it serves again")
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_prompts_that_queue_at_a_prefill_node_that_stands_still_are_computed_by_another(mesh: FakeMesh) -> None:
+    patient, mesh.stall_bound_s = mesh.stall_bound_s, 1.0
+    prefill = [await mesh.prefill()]
+    mesh.stall_bound_s = patient
+    prefill.append(await mesh.prefill())
+    decode = await mesh.decode(*prefill)
+    await until(lambda: all(peer.state == "ready" for peer in decode.node._receiving.peers.statuses()), "all are peers")
+    async with FakeRouter(prefill=prefill, decode=[decode]) as router:
+        gate = Gate()
+        prefill[0].executor.before_pass = gate.wait
+        running = [asyncio.ensure_future(router.generate([*PROMPT, index], max_tokens=9)) for index in range(4)]
+        answers = await asyncio.gather(*running)
+        # What was promised there is given up, and nothing new is taken.
+        assert prefill[0].num_handoffs == 0
+        assert not (await mesh.status(prefill[0])).serving
+        gate.open()
+    for index, answer in enumerate(answers):
+        assert answer.token_ids == expected_tokens([*PROMPT, index], 9)
+    assert sum(answer.finish.num_replacements for answer in answers) >= 1
+    for node in (*prefill, decode):
         await node.assert_all_blocks_return()
