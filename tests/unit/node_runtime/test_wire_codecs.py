@@ -80,6 +80,13 @@ sampling_params = st.builds(
     seed=UINT64,
     num_logprobs=st.none() | st.integers(0, 20),
     form=st.none() | forms,
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.dictionaries(st.integers(0, 999), st.floats(-100, 100, width=32), max_size=5).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    repetition_penalty=st.floats(0.0078125, 10, width=32),
 )
 sampled_tokens = st.builds(
     SampledToken,
@@ -99,6 +106,10 @@ starts = st.builds(
     prefill_incarnation=UINT64,
     lease_ms=LEASE_MS,
     wants_checksums=st.booleans(),
+).flatmap(
+    lambda start: st.builds(
+        dataclasses.replace, st.just(start), num_output_tokens=st.integers(0, len(start.token_ids) - 1)
+    )
 )
 grants = st.builds(
     Grant,
@@ -126,6 +137,7 @@ dones = st.builds(
         transfer_exposed_ms=MILLISECONDS,
     ),
     num_checksum_parts=UINT32,
+    prompt_logprobs=st.lists(sampled_tokens, max_size=3).map(tuple),
 )
 request_messages = (
     starts
@@ -196,11 +208,14 @@ def test_a_handoff_response_survives_the_wire(message: ResponseMessage) -> None:
         stop_token_ids=st.frozensets(st.integers(0, 999), max_size=80),
         extra_keys=st.lists(st.binary(max_size=64), max_size=8).map(tuple),
         prefill_address=st.none() | st.just("10.0.0.7:5000"),
+        progress_interval_s=st.none() | st.integers(50, 60_000).map(lambda interval_ms: interval_ms / 1000),
     ),
     st.data(),
 )
 def test_a_decode_job_survives_the_wire(job: DecodeJob, data_source: st.DataObject) -> None:
-    num_output_tokens = data_source.draw(st.integers(0, len(job.token_ids) - 1))
+    # Whoever has output has been told what the prompt was worth.
+    most = 0 if job.sampling.num_prompt_logprobs is not None else len(job.token_ids) - 1
+    num_output_tokens = data_source.draw(st.integers(0, most))
     job = dataclasses.replace(job, num_output_tokens=num_output_tokens)
     assert job.num_prompt_tokens + num_output_tokens == len(job.token_ids)
     data = job_to_proto(job).SerializeToString()
@@ -238,7 +253,15 @@ request_timings = st.builds(
 )
 
 
-@given(st.builds(DecodeAdmitted, cached=cached_tokens, timings=request_timings, output_is_structured=st.booleans()))
+@given(
+    st.builds(
+        DecodeAdmitted,
+        cached=cached_tokens,
+        timings=request_timings,
+        prompt_logprobs=st.lists(sampled_tokens, max_size=3).map(tuple),
+        output_is_structured=st.booleans(),
+    )
+)
 def test_an_admission_survives_the_wire(admitted: DecodeAdmitted) -> None:
     data = admitted_to_proto(admitted).SerializeToString()
     assert admitted_from_proto(decode_pb2.DecodeResponse.FromString(data).admitted) == admitted
