@@ -72,9 +72,7 @@ class Discovery:
             status = await channel.unary(
                 stub.GetNodeStatus, mesh_pb2.GetNodeStatusRequest(), timeout_s=_ANSWER_TIMEOUT_S
             )
-            self._pool.record_answer(
-                facts_of(address, info), is_serving=status.serving, is_draining=status.draining
-            )
+            self._pool.record_answer(facts_of(address, info), is_serving=status.serving, is_draining=status.draining)
         except PeerUnavailable as error:
             self._pool.record_failure(address, error.reason)
         except NodeError as error:

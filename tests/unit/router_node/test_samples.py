@@ -15,7 +15,6 @@ from unit.router_node.fakes import (
     StartNode,
     StartRouter,
     Step,
-    Wait,
     admitted_event,
     finish_event,
     tokens_event,
@@ -63,7 +62,7 @@ async def test_the_others_begin_where_the_first_one_runs_once_it_has_a_token(
     first_may_answer = asyncio.Event()
 
     def script_for(request: decode_pb2.DecodeRequest) -> list[Step]:
-        return _echo(request) if "+" in request.request_id else [Wait(first_may_answer), *_echo(request)]
+        return _echo(request) if "+" in request.request_id else [first_may_answer, *_echo(request)]
 
     nodes = [
         await start_node(PREFILL, "prefill-1"),
