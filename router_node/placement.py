@@ -87,6 +87,7 @@ class PlacementChoice:
             span_names.PDMESH_PLACE_COMPUTE_MS: estimate.compute_s * _MS_PER_S,
             span_names.PDMESH_PLACE_TRANSFER_MS: estimate.transfer_s * _MS_PER_S,
             span_names.PDMESH_PLACE_DECODE_MS: estimate.decode_s * _MS_PER_S,
+            span_names.PDMESH_PLACE_WORK_MS: estimate.work_s * _MS_PER_S,
             span_names.PDMESH_PLACE_SHARE_MS: estimate.share_s * _MS_PER_S,
         }
 

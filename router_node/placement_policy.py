@@ -46,6 +46,8 @@ class CostRates:
     stream_s: float = 0.002
     # How long a stream holds its memory.
     residence_s: float = 10.0
+    # What a second of computing costs those who come behind, beside the request that it is for.
+    work_weight: float = 2.0
     # How far a node's share of the work may exceed the mean before it counts, and what the rest counts for.
     share_slack: float = 0.25
     share_weight: float = 0.1
@@ -111,12 +113,14 @@ class Estimate:
     transfer_s: float
     # Streams beside it, and memory that must come free first.
     decode_s: float
+    # What the computation costs those who come behind.
+    work_s: float
     # The node has had more than its share.
     share_s: float
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.compute_s + self.transfer_s + self.decode_s + self.share_s
+        return self.queue_s + self.compute_s + self.transfer_s + self.decode_s + self.work_s + self.share_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +260,7 @@ class _Ranker:
             compute_s=compute_s,
             transfer_s=0.0 if pair.prefill is None else self._transfer_s(pair, compute_s, shipping_s),
             decode_s=decode_s,
+            work_s=self._rates.work_weight * compute_s,
             share_s=share_s,
         )
 
@@ -328,7 +333,7 @@ class _Ranker:
         queue_s, compute_s, share_s = self._computing_s(pair.computes)
         shipping_s, decode_s = self._decoding_s(pair.decode)
         transfer_s = 0.0 if pair.prefill is None else self._transfer_s(pair, compute_s, shipping_s)
-        return (queue_s + compute_s + transfer_s + decode_s + share_s,)
+        return (queue_s + (1 + self._rates.work_weight) * compute_s + transfer_s + decode_s + share_s,)
 
     def _by_load(self, pair: Pair) -> _Rank:
         return pair.decode.num_requests, 0 if pair.prefill is None else pair.prefill.num_requests

@@ -68,6 +68,7 @@ PDMESH_PLACE_QUEUE_MS: Final = "pdmesh.place.queue_ms"
 PDMESH_PLACE_COMPUTE_MS: Final = "pdmesh.place.compute_ms"
 PDMESH_PLACE_TRANSFER_MS: Final = "pdmesh.place.transfer_ms"
 PDMESH_PLACE_DECODE_MS: Final = "pdmesh.place.decode_ms"
+PDMESH_PLACE_WORK_MS: Final = "pdmesh.place.work_ms"
 PDMESH_PLACE_SHARE_MS: Final = "pdmesh.place.share_ms"
 
 SPAN_TOKENIZE: Final = "pdmesh.tokenize"

@@ -12,7 +12,13 @@ from router_node.placement_policy import CostRates, Decision, Demand, NodeView, 
 PREFILL, DECODE, FUSED = ComputeRole.PREFILL, ComputeRole.DECODE, ComputeRole.FUSED
 ROLES = {"p": PREFILL, "d": DECODE, "f": FUSED}
 RATES = CostRates(
-    prefill_tokens_per_s=1000, transfer_tokens_per_s=10_000, handoff_s=0, bootstrap_s=0.5, stream_s=0.01, residence_s=10
+    prefill_tokens_per_s=1000,
+    transfer_tokens_per_s=10_000,
+    handoff_s=0,
+    bootstrap_s=0.5,
+    stream_s=0.01,
+    residence_s=10,
+    work_weight=0,
 )
 PROMPT = Demand(prompt_tokens=1000, max_tokens=100)
 
@@ -76,6 +82,16 @@ def test_a_queue_is_weighed_against_the_prefix_in_seconds() -> None:
     # The same queue is short on a node that is measured to be fast.
     fast, slow = replace(far, prefill_tokens_per_s=4000), replace(near, prefill_tokens_per_s=1000)
     assert chosen(fast, slow, node("d1")) == ("d1", "p1")
+
+
+def test_work_that_is_done_twice_counts_for_those_behind_it_too() -> None:
+    far, near = node("p1", cached_tokens=800, queued_tokens=900), node("p2")
+    assert decision(far, near, node("d1")).pair.computes is near
+    careful = replace(RATES, work_weight=2)
+    made = decision(far, near, node("d1"), rates=careful)
+    assert made.pair.computes is far
+    assert made.estimate.work_s == pytest.approx(0.4)
+    assert decision(replace(far, queued_tokens=2500), near, node("d1"), rates=careful).pair.computes is near
 
 
 def test_a_node_that_has_more_than_its_share_gives_new_work_away_and_keeps_what_it_has_cached() -> None:
