@@ -25,6 +25,10 @@ class InvalidRequest(NodeError):
     """A field of a request breaks a documented rule; the message names field and limit."""
 
 
+class ContextExceeded(InvalidRequest):
+    """Prompt and completion are longer than the model's context."""
+
+
 class Unauthenticated(NodeError):
     """The caller did not show who it is, or what it showed is not known here."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from node_runtime.errors import InvalidRequest
+from node_runtime.errors import ContextExceeded, InvalidRequest
 
 if TYPE_CHECKING:
     from pdmesh.v1 import inference_pb2
@@ -78,17 +78,20 @@ def check_tokens_in_vocabulary(token_ids: Collection[int], vocab_size: int, *, f
 
 
 def check_lengths(num_prompt_tokens: int, max_tokens: int, context_tokens: int) -> None:
-    """At least one token to generate, and prompt plus completion within the model's context."""
+    """At least one token to generate, and prompt plus completion within the model's context.
+
+    Raises ContextExceeded, which is an InvalidRequest, for the latter.
+    """
     require(max_tokens >= 1, f"max_tokens: {max_tokens} given, at least 1 required")
-    require(
-        num_prompt_tokens < context_tokens,
-        f"prompt: {num_prompt_tokens} tokens given, at most {context_tokens - 1} fit a context of {context_tokens}",
-    )
-    require(
-        num_prompt_tokens + max_tokens <= context_tokens,
-        f"max_tokens: {max_tokens} given, at most {context_tokens - num_prompt_tokens} fit a context of "
-        f"{context_tokens} tokens behind a prompt of {num_prompt_tokens}",
-    )
+    if num_prompt_tokens >= context_tokens:
+        raise ContextExceeded(
+            f"prompt: {num_prompt_tokens} tokens given, at most {context_tokens - 1} fit a context of {context_tokens}"
+        )
+    if num_prompt_tokens + max_tokens > context_tokens:
+        raise ContextExceeded(
+            f"max_tokens: {max_tokens} given, at most {context_tokens - num_prompt_tokens} fit a context of "
+            f"{context_tokens} tokens behind a prompt of {num_prompt_tokens}"
+        )
 
 
 def check_sampling(sampling: inference_pb2.SamplingParams) -> None:

@@ -62,6 +62,10 @@ class GenerateOptions:
     repetition_penalty: float | None = None
     # Alternatives to tell for each token of the prompt, beside its own log-probability.
     num_prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    """The answer is JSON that this schema allows. Not together with `regex`."""
+    regex: str | None = None
+    """The answer matches this expression as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +190,7 @@ class ModelCard:
 
 
 def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """The wire form of a request. Raises ValueError for a prompt that mixes messages and token ids."""
+    """The wire form of a request. Raises ValueError for a prompt that mixes messages and token ids, or two forms."""
     request = inference_pb2.GenerateRequest(
         request_id=options.request_id,
         model=options.model,
@@ -207,6 +211,7 @@ def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.G
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
             repetition_penalty=options.repetition_penalty,
+            structured_output=_form_of(options),
         ),
     )
     if isinstance(prompt, str):
@@ -222,6 +227,15 @@ def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.G
     else:
         request.tokens.CopyFrom(inference_pb2.TokenPrompt(token_ids=token_ids))
     return request
+
+
+def _form_of(options: GenerateOptions) -> inference_pb2.StructuredOutput | None:
+    """Raises ValueError when there are two."""
+    if options.json_schema is not None and options.regex is not None:
+        raise ValueError("json_schema, regex: give one of them, not both")
+    if options.json_schema is not None:
+        return inference_pb2.StructuredOutput(json_schema=options.json_schema)
+    return None if options.regex is None else inference_pb2.StructuredOutput(regex=options.regex)
 
 
 def event_of(response: inference_pb2.GenerateResponse) -> Event:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 
+from node_runtime.errors import BadConfig
 from pdmesh_cli.client import AsyncPdmeshClient
 from pdmesh_cli.client_types import (
     ChatMessage,
@@ -30,6 +32,18 @@ class Answer:
 
     placement: Placement
     finish: Finish
+
+
+def schema_text(path: Path | None, regex: str | None) -> str | None:
+    """What the file holds. Raises BadConfig when it cannot be read, or an expression was given as well."""
+    if path is None:
+        return None
+    if regex is not None:
+        raise BadConfig("json_schema, regex: give one of them, not both")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"json_schema: cannot read {path}: {error}") from None
 
 
 def prompt_of(text: str, *, chat: bool, system: str | None) -> Prompt:

@@ -321,6 +321,12 @@ def _generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Print log-probabilities of each token and of this many alternatives.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="<file>", help="Answer in JSON that the schema in this file allows.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer in text that matches this regular expression as a whole.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="Deadline of the answer. Seconds.")
@@ -332,22 +338,24 @@ def _generate(
     tls_server_name: TlsServerName = None,
 ) -> None:
     """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
-    from pdmesh_cli.generate import prompt_of, run_generate
+    from pdmesh_cli.generate import prompt_of, run_generate, schema_text
 
-    options = GenerateOptions(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        num_logprobs=logprobs,
-    )
     text = sys.stdin.read() if prompt == "-" else prompt
     out, err = Console(), Console(stderr=True, highlight=False)
     with reported_failures():
+        options = GenerateOptions(
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            num_logprobs=logprobs,
+            json_schema=schema_text(json_schema, regex),
+            regex=regex,
+        )
         identity = identity_of(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )

@@ -17,6 +17,7 @@ from node_runtime.rpc.status_details import read_details
 STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
         errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
         errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
         errors.UnknownModel: grpc.StatusCode.NOT_FOUND,

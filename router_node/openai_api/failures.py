@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from node_runtime.errors import InvalidRequest, NodeError
+from node_runtime.errors import ContextExceeded, InvalidRequest, NodeError
 from node_runtime.rpc import status_of
 
 _INVALID: Final = "invalid_request_error"
@@ -23,6 +23,7 @@ _SERVER: Final = "server_error"
 # How the API says that a name is wrong, that waiting helps, or that the context is too short, where it has a word.
 _MODEL_NOT_FOUND: Final = "model_not_found"
 _RATE_LIMITED: Final = "rate_limit_exceeded"
+_TOO_LONG: Final = "context_length_exceeded"
 _CODES: Mapping[str, str] = MappingProxyType({"NOT_FOUND": _MODEL_NOT_FOUND, "UNAUTHENTICATED": "invalid_api_key"})
 
 # By the name of the gRPC status: HTTP status and type of error.
@@ -90,6 +91,8 @@ def failure_for(error: NodeError, field_names: Mapping[str, str]) -> HttpFailure
         status, kind, code = 429, _OVERLOADED, _RATE_LIMITED
     elif kind == _INVALID and (match := _FIELD_AND_RULE.fullmatch(message)) is not None:
         param = _named_by_client(match["field"], field_names)
+        if isinstance(error, ContextExceeded):
+            code = _TOO_LONG
         message = f"{param}: {match['rule']}"
     return HttpFailure(
         status=status, message=message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s

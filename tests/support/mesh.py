@@ -149,7 +149,8 @@ def start_disaggregated(
     common = ("--model", str(model), "--port", "0", *extra)
     prefill = NodeProcess("prefill", [*common, *compute], folder)
     decode = NodeProcess("decode", [*common, *compute, "--prefill", prefill.address], folder)
-    router = NodeProcess("router", [*common, "--prefill", prefill.address, "--decode", decode.address], folder)
+    nodes = ("--prefill", prefill.address, "--decode", decode.address)
+    router = NodeProcess("router", [*common, *nodes, "--http", "127.0.0.1:0"], folder)
     return assemble(router, {"prefill": prefill, "decode": decode})
 
 

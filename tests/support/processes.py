@@ -45,16 +45,18 @@ class NodeProcess:
             stderr=subprocess.STDOUT,
             env={**os.environ, **own},
         )
-        self.address = self._wait_for_address(ready_path)
+        self.announced = self._wait_until_ready(ready_path)
+        self.address = self.announced["address"]
         self.channel = grpc.insecure_channel(self.address)
         self.node = mesh_pb2_grpc.NodeStub(self.channel)
 
-    def _wait_for_address(self, ready_path: Path) -> str:
+    def _wait_until_ready(self, ready_path: Path) -> dict[str, str]:
+        """What the node says about itself."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if ready_path.exists():
-                address: str = json.loads(ready_path.read_text())["address"]
-                return address
+                announced: dict[str, str] = json.loads(ready_path.read_text())
+                return announced
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} exited with {self.process.returncode}:\n{self.log_text()}")
             time.sleep(0.02)

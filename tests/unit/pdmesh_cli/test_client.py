@@ -11,7 +11,7 @@ import pytest
 from pdmesh.v1 import inference_pb2, inference_pb2_grpc
 
 from node_runtime.config import NodeConfig
-from node_runtime.errors import InvalidRequest, QueueFull
+from node_runtime.errors import BadConfig, InvalidRequest, QueueFull
 from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.server import RpcServer
 from pdmesh_cli.client import AsyncPdmeshClient, PdmeshClient
@@ -29,6 +29,7 @@ from pdmesh_cli.client_types import (
     TokenLogprob,
     request_message,
 )
+from pdmesh_cli.generate import schema_text
 
 _PLACEMENT = inference_pb2.GenerateResponse(
     placement=inference_pb2.Placement(request_id="r1", decode_node="decode-0", prefill_node="prefill-0", trace_id="ab")
@@ -343,3 +344,18 @@ def test_a_prompt_that_mixes_messages_and_ids_is_refused() -> None:
 def test_an_empty_prompt_is_left_to_the_router_to_refuse() -> None:
     assert request_message("", GenerateOptions()).WhichOneof("prompt") == "text"
     assert request_message([], GenerateOptions()).WhichOneof("prompt") == "tokens"
+
+
+def test_the_form_of_an_answer_is_part_of_the_request(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    options = GenerateOptions(json_schema=schema_text(file, None))
+    assert request_message("x", options).sampling.structured_output.json_schema == '{"type": "integer"}'
+    assert request_message("x", GenerateOptions(regex="a+")).sampling.structured_output.regex == "a+"
+    assert not request_message("x", GenerateOptions()).sampling.HasField("structured_output")
+    with pytest.raises(ValueError, match="json_schema, regex: give one of them"):
+        request_message("x", GenerateOptions(regex="a", json_schema="{}"))
+    with pytest.raises(BadConfig, match="json_schema, regex: give one of them"):
+        schema_text(file, "a")
+    with pytest.raises(BadConfig, match="json_schema: cannot read"):
+        schema_text(tmp_path / "nowhere", None)

@@ -316,6 +316,12 @@ async def test_a_bad_field_of_a_completion_is_named(
     assert caught.value.param == param
 
 
+async def test_a_prompt_beyond_the_context_has_the_code_that_clients_look_for(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="tiny", prompt="x" * 64)
+    assert caught.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI, stream: bool) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
