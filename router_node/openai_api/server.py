@@ -6,6 +6,7 @@ an idle router does not wake ten times a second.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import time
@@ -50,7 +51,6 @@ class HttpServer:
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FAREWELL_S,
             )
         )
         self._socket: socket.socket | None = None
@@ -73,8 +73,19 @@ class HttpServer:
     async def stop(self) -> None:
         """Closes the listener and every connection. Idempotent, and copes with a start that failed."""
         listener, self._socket = self._socket, None
-        if listener is not None:
-            await self._server.shutdown(sockets=[listener])
+        if listener is None:
+            return
+        # uvicorn's own shutdown does this in steps of a tenth of a second.
+        for server in self._server.servers:
+            server.close()
+        listener.close()
+        state = self._server.server_state
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        if state.tasks:
+            _, late = await asyncio.wait(state.tasks, timeout=_FAREWELL_S)
+            for task in late:
+                task.cancel()
 
 
 class _Front:
