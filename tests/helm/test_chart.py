@@ -40,7 +40,7 @@ _EVERYTHING: Mapping[str, object] = {
     "imagePullSecrets": [{"name": "pull"}],
     "model": {"name": "m", "source": {"url": {"url": "https://models/m.gguf", "sha256": _SHA256}}},
     "telemetry": {"otlpEndpoint": "http://collector:4317"},
-    "router": {"replicas": 3, "config": {"drain_grace_s": 120, "max_live_requests": 4096}},
+    "router": {"replicas": 3, "http": False, "config": {"drain_grace_s": 120, "max_live_requests": 4096}},
     "poolDefaults": {"config": {"dtype": "bfloat16", "max_message_bytes": 4294967}},
     "prefillPools": {
         "default": None,
@@ -148,6 +148,17 @@ def test_every_node_starts_with_what_it_is_given(shape: str, tmp_path: Path) -> 
     for node_id, config in configs.items():
         assert f"-{config.role_name}-" in node_id
         assert (config.host, config.port) == ("0.0.0.0", 7700)
+
+
+def test_the_service_of_the_routers_has_the_port_of_the_openai_api_where_it_is_served(tmp_path: Path) -> None:
+    for shape, ports in (("as it comes", {"grpc": 7700, "http": 7780}), ("everything", {"grpc": 7700})):
+        manifests = render(_SHAPES[shape])
+        service = named(manifests, "Service", "mesh-pdmesh-router")
+        assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
+        (router,) = [config for config in _configs(manifests, tmp_path).values() if config.role_name == "router"]
+        assert dict(router)["http"] == ("0.0.0.0:7780" if "http" in ports else "")
+        (container,) = pod_template(named(manifests, "Deployment", "mesh-pdmesh-router"))["spec"]["containers"]
+        assert {port["name"] for port in container["ports"]} >= set(ports)
 
 
 @every_shape
@@ -318,7 +329,7 @@ def test_only_those_who_must_reach_a_port_do() -> None:
         (source, target, port)
         for source in labels
         for target in ("router", "prefill", "decode", "fused")
-        for port in (7700, 7710, 7720, 15000, 17000, 22)
+        for port in (7700, 7710, 7720, 7780, 15000, 17000, 22)
         if lets_through(manifests, source=labels[source], target=labels[target], port=port)
     }
     everybody = set(labels)
@@ -329,7 +340,7 @@ def test_only_those_who_must_reach_a_port_do() -> None:
         for port in (7710, 15000, 17000)
     }
     assert reached == {
-        *((source, "router", 7700) for source in everybody),
+        *((source, "router", port) for source in everybody for port in (7700, 7780)),
         *((source, target, 7700) for source in ("router", "decode") for target in ("prefill", "decode", "fused")),
         *((source, target, 7720) for source in everybody for target in ("router", "prefill", "decode", "fused")),
         *data_plane,

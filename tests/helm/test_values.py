@@ -32,7 +32,7 @@ _NOT_FOR_USERS = {
     ),
     *("prefill", "decode", "fused", "data_plane_port"),
     *("data_plane_tls_cert", "data_plane_tls_key", "data_plane_tls_ca"),
-    *("tls_cert", "tls_key", "tls_ca", "tls_domain", "health_port", "client_certificates", "tenants"),
+    *("tls_cert", "tls_key", "tls_ca", "tls_domain", "health_port", "client_certificates", "tenants", "http"),
 }
 _NO_POOL = {"prefillPools": {"default": None}, "decodePools": {"default": None}}
 _CPU_METRIC = {
@@ -42,9 +42,9 @@ _CPU_METRIC = {
 
 
 def _config_definition(role: str) -> dict[str, object]:
-    """The schema of `config` in the values: that of a file, without what the chart decides."""
+    """The schema of `config` in the values: that of a file, without what the chart decides and without the words."""
     properties = {
-        name: {key: value for key, value in fact.items() if key != "title"}
+        name: {key: value for key, value in fact.items() if key not in ("title", "description")}
         for name, fact in file_schema(role)["properties"].items()  # type: ignore[attr-defined]
         if name not in _NOT_FOR_USERS
     }

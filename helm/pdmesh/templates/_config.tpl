@@ -17,6 +17,10 @@
 {{- if $root.Values.metrics.enabled -}}{{- $_ := set $own "metrics_port" (int $root.Values.ports.metrics) -}}{{- end -}}
 {{- with $root.Values.telemetry.otlpEndpoint -}}{{- $_ := set $own "otlp_endpoint" . -}}{{- end -}}
 {{- if eq .role "router" -}}
+{{- if $root.Values.router.http -}}
+{{- $host := ternary (printf "[%s]" $root.Values.listenHost) $root.Values.listenHost (contains ":" $root.Values.listenHost) -}}
+{{- $_ := set $own "http" (printf "%s:%d" $host (int $root.Values.ports.http)) -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" "fused" -}}
 {{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role) | fromJson).items -}}
 {{- end -}}

@@ -87,6 +87,9 @@ containers:
       {{- include "pdmesh.environment" . | nindent 6 }}
     ports:
       - {name: grpc, containerPort: {{ $root.Values.ports.grpc }}}
+      {{- if and (not $isCompute) $root.Values.router.http }}
+      - {name: http, containerPort: {{ $root.Values.ports.http }}}
+      {{- end }}
       {{- if has .role (list "prefill" "decode") }}
       - {name: data-plane, containerPort: {{ $root.Values.ports.dataPlane }}}
       {{- end }}
