@@ -57,6 +57,13 @@ def test_the_build_gets_everything_that_the_package_is_made_of() -> None:
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied
 
 
+def test_every_stage_that_installs_hears_what_pip_is_to_be_told() -> None:
+    """An argument holds in the stage that declares it, not in those that begin with it."""
+    for stage in ("build", "router-build", "node-build"):
+        names = {text for of, name, text in _instructions() if of == stage and name == "ARG"}
+        assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT"} <= names
+
+
 def test_the_extras_that_are_installed_exist() -> None:
     extras = [text.partition("=")[2] for _, name, text in _instructions() if name == "ARG" and "EXTRAS" in text]
     assert extras == ["cpu,compute"]
