@@ -32,6 +32,7 @@ ROLE_CONFIGS: Mapping[str, type[NodeConfig]] = {
     for config_type in (RouterConfig, PrefillNodeConfig, DecodeNodeConfig, FusedNodeConfig)
 }
 HIDDEN = "***"
+_MUST_AGREE = ("dtype", "prefix_granularity", "weight_version")
 TAKES_ROLE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that leaves the options of a role to `resolve_arguments`."""
 
@@ -157,17 +158,36 @@ def file_schema(role: str) -> dict[str, object]:
 
 
 def check_files(files: _FileArgument, role: _Role = "") -> None:
-    """Check configuration files as the nodes would, with the environment; every fault is named."""
+    """Check configuration files as the nodes would, with the environment; every fault is named.
+
+    Files of prefill and decode nodes are also checked against one another.
+    """
     faults = []
+    configs: dict[Path, NodeConfig] = {}
     for path in files:
         try:
-            resolved = resolve_file(path, role, os.environ)
+            configs[path] = resolve_file(path, role, os.environ).config
         except BadConfig as error:
             faults.append(error.message if str(path) in error.message else f"{path}: {error.message}")
         else:
-            typer.echo(f"{path}: good for a {resolved.config.role_name}")
+            typer.echo(f"{path}: good for a {configs[path].role_name}")
+    faults += disagreements(configs)
     if faults:
         raise BadConfig("; ".join(faults))
+
+
+def disagreements(configs: Mapping[Path, NodeConfig]) -> list[str]:
+    """Why nodes with these configurations could not exchange cache; one entry for each value and each further file."""
+    faults = []
+    linked = [(path, dict(config)) for path, config in configs.items() if config.role_name in ("prefill", "decode")]
+    for name in _MUST_AGREE:
+        for path, values in linked[1:]:
+            first_path, first = linked[0]
+            if values[name] != first[name]:
+                faults.append(
+                    f"{name}: {first_path} has {first[name]!r}, {path} has {values[name]!r}: their caches do not fit"
+                )
+    return faults
 
 
 def show_values(

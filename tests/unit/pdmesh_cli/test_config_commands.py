@@ -61,6 +61,16 @@ def test_all_files_are_checked_also_after_a_wrong_one(tmp_path: Path, decode_fil
     assert f"{decode_file}: good for a decode" in result.stdout
 
 
+def test_nodes_that_could_not_exchange_cache_are_named_with_what_differs(tmp_path: Path, decode_file: Path) -> None:
+    prefill = tmp_path / "prefill.yaml"
+    prefill.write_text("role: prefill\nmodel: /m.gguf\nmemory: 1GiB\n", encoding="utf-8")
+    assert _run("check", str(decode_file), str(prefill)).exit_code == 0
+    prefill.write_text("role: prefill\nmodel: /m.gguf\ndtype: bfloat16\n", encoding="utf-8")
+    result = _run("check", str(decode_file), str(prefill))
+    assert result.exit_code == 2
+    assert f"dtype: {decode_file} has 'float32', {prefill} has 'bfloat16'" in result.stderr
+
+
 def test_what_is_shown_is_what_a_node_would_run_with_and_says_where_it_is_from(decode_file: Path) -> None:
     result = _run("show", "--config", str(decode_file), "--port", "9", PDMESH_MAX_BATCH_SIZE="32")
     assert result.exit_code == 0, result.stderr
