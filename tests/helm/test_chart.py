@@ -192,6 +192,12 @@ def test_values_reach_the_nodes_they_are_meant_for(tmp_path: Path) -> None:
     assert (default["memory"], default["max_message_bytes"], default["drain_grace_s"]) == (8 * 2**30, 4294967, 600.5)
     # Ranks share what there is, and who names a number of threads gets it; the rest gets the limit of the container.
     assert (large["num_threads"], wide["num_threads"], default["num_threads"]) == (None, 7, 3)
+    threads = {
+        started.environment["PDMESH_NODE_ID"]: started.environment.get("OMP_NUM_THREADS")
+        for started in started_containers(manifests)
+        if started.arguments[0] == "decode"
+    }
+    assert threads == {"mesh-pdmesh-decode-default-0": "3", "mesh-pdmesh-decode-wide-0": "7"}
     assert _cpu_source(manifests, "decode-default") == "requests.cpu"
     assert _cpu_source(manifests, "fused-spare") == "limits.cpu"
     assert (spare["device"], large["device"]) == ("cuda", "cpu")
@@ -451,6 +457,12 @@ def test_another_configuration_makes_other_pods_and_the_same_one_does_not() -> N
             for workload in _workloads(render(values))
         }
 
-    before, after = checksums({}), checksums({"decodePools": {"default": {"config": {"memory": "2GiB"}}}})
-    changed = [name for name in before if before[name] != after[name]]
-    assert changed == ["mesh-pdmesh-decode-default"]
+    before = checksums({})
+    for values, replaced in (
+        ({"decodePools": {"default": {"config": {"memory": "2GiB"}}}}, ["mesh-pdmesh-decode-default"]),
+        # Routers are cheap; decode nodes keep their caches when prefill nodes come.
+        ({"prefillPools": {"default": {"replicas": 2}}}, ["mesh-pdmesh-router"]),
+        ({"networkPolicy": {"enabled": False}}, []),
+    ):
+        after = checksums(values)
+        assert [name for name in before if before[name] != after[name]] == replaced

@@ -9,8 +9,10 @@ labels:
   {{ $key }}: {{ $value | quote }}
   {{- end }}
 annotations:
-  # A node reads its file at start: another file, another node.
-  pdmesh.io/config-checksum: {{ include "pdmesh.nodeConfig" (dict "root" $root "role" .role "config" .values.config "gpus" (.values.gpus | default 0)) | sha256sum }}
+  # A node reads its file at start: another file, another node. But a decode node meets prefill nodes that were added since when a
+  # request names them, and must not lose its cache for them.
+  {{- $config := include "pdmesh.nodeConfig" (dict "root" $root "role" .role "config" .values.config "gpus" (.values.gpus | default 0)) | fromYaml }}
+  pdmesh.io/config-checksum: {{ ternary (omit $config "prefill") $config (eq .role "decode") | toYaml | sha256sum }}
   {{- range $key, $value := mergeOverwrite (deepCopy $root.Values.podAnnotations) (.values.podAnnotations | default dict) }}
   {{ $key }}: {{ $value | quote }}
   {{- end }}
@@ -194,6 +196,11 @@ volumes:
 - name: PDMESH_NUM_THREADS
   valueFrom:
     resourceFieldRef: {containerName: {{ .role }}, resource: {{ $cpus }}, divisor: "1"}
+- name: OMP_NUM_THREADS
+  value: $(PDMESH_NUM_THREADS)
+{{- else if hasKey .values.config "num_threads" }}
+- name: OMP_NUM_THREADS
+  value: {{ .values.config.num_threads | quote }}
 {{- end }}
 - name: OMP_WAIT_POLICY
   value: PASSIVE
