@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 
 import scheduler_core as sc
 
-from .builders import full_group, scheduler_config, sliding_group, spec, state_group
+from .builders import full_group, sliding_group, spec, state_group
+from .random_settings import Setting, settings_with
 from .tier_runtime import HostMemory
 
 GROUP_MIXES = (
@@ -89,13 +91,8 @@ class Peer:
 class Node:
     """A scheduler, the arena it gives out and the peers that touch it."""
 
-    role: sc.Role
-    groups: list[sc.CacheGroupConfig]
+    setting: Setting
     chance: random.Random
-    verify_width: int = 1
-    overlap_depth: int = 0
-    num_host_lcm_blocks: int = 0
-    has_storage: bool = False
     scheduler: sc.Scheduler = field(init=False)
     memory: HostMemory[list[Row]] = field(init=False)
     arena: dict[tuple[int, int], list[Row]] = field(default_factory=dict)
@@ -112,22 +109,14 @@ class Node:
     num_retracted: int = 0
 
     def __post_init__(self) -> None:
-        self.scheduler = sc.Scheduler(
-            scheduler_config(
-                self.role,
-                num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.groups) - 1) + self.verify_width,
-                max_batch_size=3,
-                token_budget=self.chance.choice((8, 9, 64) if any(g.replayable for g in self.groups) else (5, 9, 64)),
-                cache_groups=self.groups,
-                max_ready_ungranted=3,
-                verify_width=self.verify_width,
-                overlap_depth=self.overlap_depth,
-                eviction_policy=self.chance.choice(list(sc.EvictionPolicy)),
-                num_host_lcm_blocks=self.num_host_lcm_blocks,
-                enable_storage=self.has_storage,
-            )
+        self.scheduler = self.setting.make_scheduler(
+            self.chance,
+            num_lcm_blocks=self.chance.randint(8, 16) + 5 * (len(self.setting.groups) - 1) + self.setting.verify_width,
+            token_budget=self.chance.choice(
+                (8, 9, 64) if any(g.replayable for g in self.setting.groups) else (5, 9, 64)
+            ),
         )
-        self.memory = HostMemory(self.scheduler, self.arena, self.chance, list, self.has_storage)
+        self.memory = HostMemory(self.scheduler, self.arena, self.chance, list, self.setting.has_storage)
 
     def submit(self) -> None:
         """A prompt, often one that continues an earlier one."""
@@ -135,14 +124,14 @@ class Node:
         self.num_submitted += 1
         head = self.chance.choice(self.prompts) if self.prompts and self.chance.random() < 0.7 else []
         tail = [self.chance.randrange(3) for _ in range(self.chance.choice((1, 2, 4, 8, 30)))]
-        longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - self.verify_width)
+        longest = min(LONGEST_PROMPT_TOKENS, self.scheduler.max_request_tokens - self.setting.verify_width)
         prompt = [*head, *tail][:longest]
-        declares = self.role == sc.Role.PREFILL or self.chance.random() < 0.6
+        declares = self.setting.role == sc.Role.PREFILL or self.chance.random() < 0.6
         most = 5 if declares else 30
         num_generated = self.chance.randint(0, min(most, self.scheduler.max_request_tokens - len(prompt)))
         max_new_tokens = num_generated if declares else None
-        is_remote = self.role == sc.Role.DECODE and self.chance.random() < 0.7
-        is_local = self.role == sc.Role.DECODE and not is_remote
+        is_remote = self.setting.role == sc.Role.DECODE and self.chance.random() < 0.7
+        is_local = self.setting.role == sc.Role.DECODE and not is_remote
         self.scheduler.submit([spec(request_id, prompt, max_new_tokens=max_new_tokens, local_prefill=is_local)])
         self.prompts.append(prompt)
         self.tokens[request_id] = list(prompt)
@@ -172,7 +161,7 @@ class Node:
             self._land(0)  # a failure is told behind the results of earlier plans
         if self.memory.load(plan):
             self._compute(plan)
-        self._land(self.overlap_depth if self.chance.random() < 0.8 else 0)
+        self._land(self.setting.overlap_depth if self.chance.random() < 0.8 else 0)
         return not plan.is_empty
 
     def _land(self, num_out: int) -> None:
@@ -185,7 +174,7 @@ class Node:
     def _zero(self, plan: sc.Plan) -> None:
         for group, block_ids in enumerate(plan.zero_blocks):
             for block_id in block_ids.tolist():
-                self.arena[group, block_id] = [()] * self.groups[group].block_granularity
+                self.arena[group, block_id] = [()] * self.setting.groups[group].block_granularity
 
     def _compute(self, plan: sc.Plan) -> None:
         events: list[sc.Event] = []
@@ -197,11 +186,11 @@ class Node:
             begin = len(self.tokens[request_id]) - 1 if is_decode else int(plan.begins[row])
             end = begin + (max(1, len(new_tokens)) if is_decode else int(plan.input_lengths[row]))
             self.tokens[request_id] += new_tokens
-            for group in range(len(self.groups)):
+            for group in range(len(self.setting.groups)):
                 self._compute_group(plan, row, group, begin, end)
-            if self.role == sc.Role.PREFILL:
+            if self.setting.role == sc.Role.PREFILL:
                 self._post(request_id, end)
-            if self.role != sc.Role.PREFILL and len(self.tokens[request_id]) == sum(self.limits[request_id]):
+            if self.setting.role != sc.Role.PREFILL and len(self.tokens[request_id]) == sum(self.limits[request_id]):
                 events.append(sc.FinishEvent(request_id))
                 self.ended.add(request_id)
         self.landing.append(events)
@@ -223,22 +212,22 @@ class Node:
             int(column[row]) for column in (plan.begins, plan.input_lengths, plan.num_results_out)
         )
         inputs = plan.token_ids[first : first + length].tolist()
-        assert num_out <= self.overlap_depth
+        assert num_out <= self.setting.overlap_depth
         if row < plan.num_prefill_rows:
             assert inputs == tokens[begin : begin + length]
             return
-        assert length <= self.verify_width
-        assert begin <= len(tokens) - 1 <= begin + num_out * (self.verify_width - 1)
+        assert length <= self.setting.verify_width
+        assert begin <= len(tokens) - 1 <= begin + num_out * (self.setting.verify_width - 1)
         assert inputs == ([-1] if num_out else tokens[-1:]) + [-1] * (length - 1)
 
     def _compute_group(self, plan: sc.Plan, row: int, group: int, begin: int, end: int) -> None:
         """Rows behind `end` hold drafts that turned out wrong; the next row writes there again."""
-        if self.groups[group].family == sc.Family.STATE:
+        if self.setting.groups[group].family == sc.Family.STATE:
             self._compute_state(plan, row, group, begin, end)
             return
         request_id, table = plan.request_ids[row], plan.block_tables[group][row].tolist()
         first_new = begin + int(plan.replay_lengths[row])
-        for position in range(begin if self.groups[group].replayable else first_new, end):
+        for position in range(begin if self.setting.groups[group].replayable else first_new, end):
             self._write(group, table, position, self._row_at(request_id, position))
         for position in range(end, begin + int(plan.input_lengths[row])):
             self._write(group, table, position, (WRONG_DRAFT, position))
@@ -247,7 +236,7 @@ class Node:
     def _compute_state(self, plan: sc.Plan, row: int, group: int, begin: int, end: int) -> None:
         """A decode row leaves the state behind its last right draft, in the slot where that lies."""
         request_id, table = plan.request_ids[row], plan.block_tables[group][row].tolist()
-        granularity = self.groups[group].block_granularity
+        granularity = self.setting.groups[group].block_granularity
         if begin == int(plan.begins[row]):
             last = begin + int(plan.input_lengths[row]) - 1
             assert int(plan.state_input_slots[group][row]) == ((begin - 1) // granularity if begin else -1)
@@ -268,7 +257,7 @@ class Node:
         assert self.arena[group, block_id] == [tuple(self.tokens[request_id][:num_tokens])], (request_id, group)
 
     def _write(self, group: int, table: Sequence[int], position: int, row: Row) -> None:
-        slot, offset = divmod(position, self.groups[group].block_granularity)
+        slot, offset = divmod(position, self.setting.groups[group].block_granularity)
         self.arena[group, table[slot]][offset] = row
 
     def _row_at(self, request_id: str, position: int) -> Row:
@@ -276,8 +265,8 @@ class Node:
 
     def check_rows(self, group: int, table: Sequence[int], request_id: str, begin: int, num_tokens: int) -> None:
         """Everything that queries from `begin` on can see."""
-        granularity = self.groups[group].block_granularity
-        window = self.groups[group].sliding_window_tokens or num_tokens + begin + 1
+        granularity = self.setting.groups[group].block_granularity
+        window = self.setting.groups[group].sliding_window_tokens or num_tokens + begin + 1
         for position in range(max(0, begin - window + 1), num_tokens):
             slot, offset = divmod(position, granularity)
             found = self.arena[group, table[slot]][offset]
@@ -285,7 +274,7 @@ class Node:
 
     def _post(self, request_id: str, num_computed: int) -> None:
         """Posts the blocks that a chunk completed, read from the table as it is now."""
-        peer = self.peers.setdefault(request_id, Peer(num_posted_blocks=[0] * len(self.groups)))
+        peer = self.peers.setdefault(request_id, Peer(num_posted_blocks=[0] * len(self.setting.groups)))
         is_whole = num_computed == self.limits[request_id][0]
         for group, table in enumerate(self.scheduler.block_tables(request_id)):
             first, end = self._slots_to_send(group, request_id, num_computed, is_whole)
@@ -298,12 +287,12 @@ class Node:
 
     def _slots_to_send(self, group: int, request_id: str, num_computed: int, is_whole: bool) -> tuple[int, int]:
         """Completed blocks that the peer's first step can see; a state only once it is final."""
-        granularity = self.groups[group].block_granularity
+        granularity = self.setting.groups[group].block_granularity
         num_prompt = self.limits[request_id][0]
         last = (num_prompt - 1) // granularity
-        if self.groups[group].family == sc.Family.STATE:
+        if self.setting.groups[group].family == sc.Family.STATE:
             return last, last + 1 if is_whole else last
-        window = self.groups[group].sliding_window_tokens or num_prompt + 1
+        window = self.setting.groups[group].sliding_window_tokens or num_prompt + 1
         return max(0, num_prompt - window + 1) // granularity, last + 1 if is_whole else num_computed // granularity
 
     def move_bytes(self) -> None:
@@ -329,9 +318,9 @@ class Node:
     def _receive(self, request_id: str, peer: Peer, grant: sc.RemotePrefill) -> None:
         num_tokens = self.limits[request_id][0]
         for group, (first_slot, block_ids) in enumerate(zip(grant.first_slots, grant.block_ids, strict=True)):
-            granularity = self.groups[group].block_granularity
+            granularity = self.setting.groups[group].block_granularity
             table = [0] * first_slot + block_ids.tolist()
-            if self.groups[group].family == sc.Family.STATE:
+            if self.setting.groups[group].family == sc.Family.STATE:
                 assert len(block_ids) == 1
                 self.write_state(group, table[-1], request_id, num_tokens)
                 continue
@@ -342,8 +331,8 @@ class Node:
             self.scheduler.advance([sc.QuiescedEvent(request_id)])
             return
         for group, held in enumerate(self.scheduler.block_tables(request_id)):
-            if self.groups[group].family == sc.Family.STATE:
-                slot = (num_tokens - 1) // self.groups[group].block_granularity
+            if self.setting.groups[group].family == sc.Family.STATE:
+                slot = (num_tokens - 1) // self.setting.groups[group].block_granularity
                 self.check_state(group, held.tolist()[slot], request_id, num_tokens)
             else:
                 self.check_rows(group, held.tolist(), request_id, num_tokens, num_tokens)
@@ -354,7 +343,7 @@ class Node:
             self.ended.add(request_id)
 
     def grant(self) -> None:
-        if self.role == sc.Role.PREFILL and self.peers:
+        if self.setting.role == sc.Role.PREFILL and self.peers:
             self.scheduler.advance([sc.GrantedEvent(self.chance.choice(sorted(self.peers)))])
 
     def end_one(self) -> None:
@@ -368,7 +357,7 @@ class Node:
         for _ in range(3000):
             if not self.tokens:
                 break
-            for request_id in sorted(self.peers) if self.role == sc.Role.PREFILL else []:
+            for request_id in sorted(self.peers) if self.setting.role == sc.Role.PREFILL else []:
                 self.scheduler.advance([sc.GrantedEvent(request_id)])
             self.step()
             self.move_bytes()
@@ -395,25 +384,8 @@ MOVES = (
 )
 
 
-def play(
-    role: sc.Role,
-    groups: list[sc.CacheGroupConfig],
-    seed: int,
-    num_moves: int,
-    verify_width: int = 1,
-    overlap_depth: int = 0,
-    num_host_lcm_blocks: int = 0,
-    has_storage: bool = False,
-) -> Node:
-    node = Node(
-        role=role,
-        groups=groups,
-        chance=random.Random(seed),
-        verify_width=verify_width,
-        overlap_depth=overlap_depth,
-        num_host_lcm_blocks=num_host_lcm_blocks,
-        has_storage=has_storage,
-    )
+def play(setting: Setting, seed: int, num_moves: int) -> Node:
+    node = Node(setting=setting, chance=random.Random(seed))
     for _ in range(num_moves):
         node.chance.choice(MOVES)(node)
     node.run_to_the_end()
@@ -424,41 +396,28 @@ def play(
 @pytest.mark.behaviour("S5")
 @settings(max_examples=120)
 @given(
-    role=st.sampled_from([sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE]),
-    groups=st.sampled_from(GROUP_MIXES),
+    setting=settings_with(GROUP_MIXES, verify_width=4, host_lcm_blocks=[0, 4, 40]),
     seed=st.integers(0, 2**32),
     num_moves=st.integers(1, 150),
-    verify_width=st.sampled_from([1, 4]),
-    overlap_depth=st.integers(0, 1),
-    num_host_lcm_blocks=st.sampled_from([0, 4, 40]),
-    has_storage=st.booleans(),
 )
-def test_every_read_finds_what_was_written_for_it(
-    role: sc.Role,
-    groups: list[sc.CacheGroupConfig],
-    seed: int,
-    num_moves: int,
-    verify_width: int,
-    overlap_depth: int,
-    num_host_lcm_blocks: int,
-    has_storage: bool,
-) -> None:
-    has_storage = has_storage and num_host_lcm_blocks > 0
-    play(role, groups, seed, num_moves, verify_width, overlap_depth, num_host_lcm_blocks, has_storage)
+def test_every_read_finds_what_was_written_for_it(setting: Setting, seed: int, num_moves: int) -> None:
+    play(setting, seed, num_moves)
 
 
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL, sc.Role.DECODE])
 @pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
 def test_the_histories_reuse_prefixes(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
-    assert sum(play(role, groups, seed, 100).num_hit_tokens for seed in range(10)) > 100
+    setting = Setting(role=role, groups=groups)
+    assert any(total > 100 for total in accumulate(play(setting, seed, 100).num_hit_tokens for seed in range(10)))
 
 
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.DECODE])
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 def test_the_histories_make_requests_give_way(role: sc.Role, overlap_depth: int) -> None:
     mixes = (GROUP_MIXES[0], GROUP_MIXES[3], GROUP_MIXES[6])
-    histories = [play(role, groups, seed, 150, 1, overlap_depth) for groups in mixes for seed in range(10)]
-    assert sum(history.num_retracted for history in histories) > 10
+    settings = [Setting(role=role, groups=groups, overlap_depth=overlap_depth) for groups in mixes]
+    retractions = (play(setting, seed, 150).num_retracted for seed in range(10) for setting in settings)
+    assert any(total > 10 for total in accumulate(retractions))
 
 
 @pytest.mark.behaviour("F1")
@@ -466,13 +425,19 @@ def test_the_histories_make_requests_give_way(role: sc.Role, overlap_depth: int)
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
 @pytest.mark.parametrize("groups", GROUP_MIXES, ids=lambda groups: "+".join(group.group_id for group in groups))
 def test_the_histories_restore_prefixes_from_the_tiers_below(role: sc.Role, groups: list[sc.CacheGroupConfig]) -> None:
-    nodes = [play(role, groups, seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(12)]
-    assert sum(node.num_host_hit_tokens for node in nodes) > 0
-    assert sum(node.num_storage_hit_tokens for node in nodes) > 0
+    setting = Setting(role=role, groups=groups, num_host_lcm_blocks=12, has_storage=True)
+    num_host_hit_tokens = num_storage_hit_tokens = 0
+    for seed in range(12):
+        node = play(setting, seed, 100)
+        num_host_hit_tokens += node.num_host_hit_tokens
+        num_storage_hit_tokens += node.num_storage_hit_tokens
+        if num_host_hit_tokens and num_storage_hit_tokens:
+            return
+    pytest.fail(f"{num_host_hit_tokens} tokens from the host, {num_storage_hit_tokens} from storage")
 
 
 @pytest.mark.behaviour("O5")
 @pytest.mark.parametrize("role", [sc.Role.FUSED, sc.Role.PREFILL])
 def test_the_histories_lose_objects_of_the_storage(role: sc.Role) -> None:
-    nodes = [play(role, GROUP_MIXES[0], seed, 100, num_host_lcm_blocks=12, has_storage=True) for seed in range(24)]
-    assert sum(node.memory.num_failed_loads for node in nodes) > 0
+    setting = Setting(role=role, groups=GROUP_MIXES[0], num_host_lcm_blocks=12, has_storage=True)
+    assert any(play(setting, seed, 100).memory.num_failed_loads for seed in range(24))
