@@ -120,12 +120,13 @@ wanted=$(requirements $extras | sha256sum | cut -c1-64)
 dev_wanted=$(requirements cpu,compute,dev | sha256sum | cut -c1-64)
 installed=$(cat $venv/.installed 2>/dev/null || true)
 if [ "$installed" != "$wanted" ] && [ "$installed" != "$dev_wanted" ]; then
-  # The pinned build first: with torch absent, another package could pull in a much larger one.
+  # The pinned build first: with torch absent, another package could pull in a much larger one. Most of what comes is
+  # never imported, so what is gets compiled when it is.
   requirements $extras >$venv/.requirements
   step "installing $(grep '^torch==' $venv/.requirements), the largest part"
-  pip install "$(grep '^torch==' $venv/.requirements)"
+  pip install --no-compile "$(grep '^torch==' $venv/.requirements)"
   step "installing $(wc -l <$venv/.requirements) direct dependencies ($profile)"
-  pip install -r $venv/.requirements
+  pip install --no-compile -r $venv/.requirements
   echo "$wanted" >$venv/.installed
 fi
 
