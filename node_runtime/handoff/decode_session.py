@@ -75,10 +75,11 @@ class DecodeHandoff:
         self._vocab_size = vocab_size
         self._groups: tuple[GroupGrant, ...] = ()
         self._digests_per_block = digests_per_block
-        # What is known of the checksums: the parts that came, those under comparison, and how many blocks all cover.
+        # What is known of the checksums: the parts that came, those under comparison, and the table slots that all
+        # cover, by field and rank.
         self._parts: set[int] = set()
         self._num_comparing = 0
-        self._num_checksums = 0
+        self._covered: dict[tuple[str, int], set[int]] = {}
         self._done: Done | None = None
         self._drain_bound_s = drain_bound_s
         self._notice_bound_s = notice_bound_s
@@ -194,7 +195,8 @@ class DecodeHandoff:
             return ()
         self._parts.add(checksums.part)
         self._num_comparing += 1
-        self._num_checksums += sum(item.num_blocks for item in checksums.fields)
+        for item in checksums.fields:
+            self._covered.setdefault((item.field_id, item.tp_rank), set()).update(range(item.first_slot, item.end_slot))
         return (Verify(groups=self._groups, checksums=checksums),)
 
     def _verified(self, previous: DecodeState, event: Verified) -> tuple[DecodeAction, ...]:
@@ -210,8 +212,9 @@ class DecodeHandoff:
         if done is None or self._num_comparing or len(self._parts) < done.num_checksum_parts:
             return ()
         num_expected = sum(len(group.block_ids) * self._digests_per_block[group.group_id] for group in self._groups)
-        if self._num_checksums != num_expected:
-            return self._damaged(f"checksums of {self._num_checksums} blocks came, {num_expected} were granted")
+        num_covered = sum(len(slots) for slots in self._covered.values())
+        if num_covered != num_expected:
+            return self._damaged(f"checksums of {num_covered} blocks came, {num_expected} were granted")
         self._state = DecodeState.DONE
         return (MarkDone(done=done),)
 

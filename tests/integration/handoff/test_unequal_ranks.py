@@ -96,12 +96,15 @@ async def test_exact_text_and_logprobs_are_those_of_one_rank(case: Case, num_pre
     mesh = mesh_of(case.checkpoint)
     try:
         prefill = await mesh.prefill(num_ranks=num_prefill)
-        decode = await mesh.decode(prefill, num_ranks=num_decode, memory_bytes=3 << 20)
+        verifying = {"verify_transfers": "all"}
+        decode = await mesh.decode(prefill, num_ranks=num_decode, memory_bytes=3 << 20, config=verifying)
         told = [await tokens(mesh, decode, prompt, prefill_address=prefill.address) for prompt in case.prompts]
+        status = await mesh.status(decode)
         for node in (prefill, decode):
             await node.assert_all_blocks_return()
     finally:
         await mesh.close()
     assert told == case.expected
+    assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (len(case.prompts), 0)
     for node in (prefill, decode):
         assert_ranks_hold_nothing(node)

@@ -361,6 +361,14 @@ def test_damage_before_done_is_data_loss_and_the_blocks_are_quarantined() -> Non
     assert session.handle(checksums(1), 0.0) == session.handle(Verified(), 0.0) == ()
 
 
+def test_checksums_of_the_same_blocks_twice_do_not_stand_for_others() -> None:
+    session = in_state(DecodeState.GRANTED)
+    for event in (checksums(0), Verified(), replace(checksums(1), fields=checksums(0).fields), Verified()):
+        session.handle(event, 0.0)
+    actions = session.handle(SUMMED, 0.0)
+    assert actions[-1] == EndWithFailure(code=15, message="checksums of 1 blocks came, 2 were granted")
+
+
 def test_checksums_that_leave_blocks_out_are_data_loss() -> None:
     session = in_state(DecodeState.GRANTED)
     for event in (checksums(0), Verified()):
