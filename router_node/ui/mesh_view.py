@@ -1,4 +1,4 @@
-"""What the page shows of the nodes: each is asked when somebody looks, and not more than once a second.
+"""What the page shows of the nodes: each is asked when somebody looks, and not more than twice a second.
 
 Returns plain values for JSON. Knows gRPC stubs, no HTTP. Lives on the router's event loop.
 """
@@ -20,7 +20,7 @@ JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Mapping[st
 JsonObject = Mapping[str, JsonValue]
 
 _ANSWER_TIMEOUT_S: Final = 1.0
-_FRESH_S: Final = 1.0
+_FRESH_S: Final = 0.5
 _MAX_SHOWN_PEERS: Final = 64
 
 
@@ -38,7 +38,7 @@ class MeshView:
         self._looking: asyncio.Task[JsonObject] | None = None
 
     async def look(self) -> JsonObject:
-        """What was seen less than a second ago, or what is seen now. Looks of several callers are one."""
+        """What was seen a moment ago, or what is seen now. Looks of several callers are one."""
         if self._clock.now_s() - self._seen_at_s < _FRESH_S:
             return self._seen
         if self._looking is None:

@@ -1,0 +1,199 @@
+"""The live page: what it asks for, who may see it, and the page itself in a browser where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pdmesh.v1 import mesh_pb2
+from unit.router_node.fakes import FakeNode, RunningRouter, StartRouter
+
+from node_runtime.rpc import Telemetry, current_context
+from router_node.ui.trace_view import KIND_BY_NAME
+
+MS = 1_000_000
+BEGAN_NS = 1_800_000_000_000 * MS
+
+
+async def get(router: RunningRouter, path: str, token: str = "") -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(base_url=f"http://{router.router.http_address}") as client:
+        return await client.get(path, headers=headers)
+
+
+@pytest.fixture
+async def router(start_router: StartRouter, prefill: FakeNode, decode: FakeNode) -> RunningRouter:
+    return await start_router(prefill, decode, http="127.0.0.1:0", served_model_name="tiny", keep_traces=5)
+
+
+async def send_trace(router: RunningRouter, *, error: str = "") -> str:
+    """A request's trace as nodes send it to this router; its id."""
+    telemetry = Telemetry.setup("pdmesh-router", "router-1", router.router.address)
+    attributes = {"pdmesh.request_id": "mine", "pdmesh.decode_node": "decode-1", "gen_ai.usage.output_tokens": 7}
+    with telemetry.span("chat tiny", attributes) as span:
+        with telemetry.span("pdmesh.decode.request"):
+            telemetry.record_span("pdmesh.decode.generate", BEGAN_NS, BEGAN_NS + 25 * MS, current_context())
+        if error:
+            span.fail("NoUsableNode", error)
+    await asyncio.to_thread(telemetry.shutdown)
+    return span.trace_id
+
+
+async def test_the_page_loads_nothing_from_elsewhere(router: RunningRouter) -> None:
+    answer = await get(router, "/ui")
+    assert answer.status_code == 200
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in answer.text
+
+
+async def test_the_state_tells_of_every_node_and_what_it_does(router: RunningRouter) -> None:
+    state = (await get(router, "/ui/state")).json()
+    assert state["model"] == "tiny"
+    assert state["router"]["is_serving"] is True
+    by_role = {node["role"]: node for node in state["nodes"]}
+    assert by_role.keys() == {"prefill", "decode"}
+    assert by_role["decode"]["node_id"] == "decode-1"
+    assert by_role["decode"]["state"] == "ready"
+    assert by_role["decode"]["num_running"] == 0
+
+
+async def test_a_node_that_is_gone_is_shown_with_the_reason(router: RunningRouter, decode: FakeNode) -> None:
+    await decode.stop()
+    state = (await get(router, "/ui/state")).json()
+    gone = next(node for node in state["nodes"] if node["role"] == "decode")
+    assert "num_running" not in gone
+    assert "cannot connect" in gone["error"]
+
+
+async def test_a_trace_that_nodes_sent_is_listed_and_shown_as_a_tree(router: RunningRouter) -> None:
+    trace_id = await send_trace(router)
+    (line,) = (await get(router, "/ui/state")).json()["traces"]
+    assert line["trace_id"] == trace_id
+    assert (line["request_id"], line["decode_node"], line["output_tokens"]) == ("mine", "decode-1", 7)
+    assert [(phase["kind"], phase["end_ms"] - phase["start_ms"]) for phase in line["phases"]] == [("decode", 25.0)]
+    spans = (await get(router, f"/ui/traces/{trace_id}")).json()["spans"]
+    assert sorted((span["depth"], span["name"]) for span in spans) == [
+        (0, "chat tiny"),
+        (1, "pdmesh.decode.request"),
+        (2, "pdmesh.decode.generate"),
+    ]
+    assert next(span for span in spans if span["depth"] == 0)["attributes"]["pdmesh.request_id"] == "mine"
+
+
+async def test_only_the_newest_traces_are_kept(router: RunningRouter) -> None:
+    sent = [await send_trace(router) for _ in range(7)]
+    listed = [line["trace_id"] for line in (await get(router, "/ui/state")).json()["traces"]]
+    assert listed == sent[:1:-1]
+    assert (await get(router, f"/ui/traces/{sent[0]}")).status_code == 404
+
+
+async def test_a_failed_request_says_why(router: RunningRouter) -> None:
+    await send_trace(router, error="no prefill node is usable")
+    (line,) = (await get(router, "/ui/state")).json()["traces"]
+    assert line["error"] == "no prefill node is usable"
+
+
+async def test_a_router_that_keeps_no_traces_says_so_and_takes_none(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    router = await start_router(prefill, decode, http="127.0.0.1:0")
+    await send_trace(router)
+    assert (await get(router, "/ui/state")).json()["traces"] is None
+    assert (await get(router, "/ui/traces/00")).status_code == 404
+
+
+def write_tenants(path: Path) -> str:
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("client", "operator")}
+    tenants = [
+        {"name": name, "token_sha256": [digest], "is_operator": name == "operator"} for name, digest in digests.items()
+    ]
+    path.write_text(json.dumps({"tenants": tenants}))
+    return str(path)
+
+
+async def test_with_tenants_only_operators_see_the_mesh(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path
+) -> None:
+    router = await start_router(
+        prefill, decode, http="127.0.0.1:0", keep_traces=5, tenants=write_tenants(tmp_path / "tenants.yaml")
+    )
+    for path in ("/ui/state", "/ui/traces/00"):
+        assert (await get(router, path)).status_code == 401
+        assert (await get(router, path, "client")).status_code == 403
+    assert (await get(router, "/ui/state", "operator")).status_code == 200
+    assert (await get(router, "/ui")).status_code == 200
+
+
+@pytest.fixture
+async def browser_page() -> Any:
+    """A page of a headless Chromium, and what it complained about."""
+    playwright = pytest.importorskip("playwright.async_api", reason="pip install playwright")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    async with playwright.async_playwright() as started:
+        browser = await started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        yield page, complaints
+        await browser.close()
+
+
+async def test_a_browser_shows_nodes_requests_and_the_waterfall_of_one(
+    router: RunningRouter, prefill: FakeNode, decode: FakeNode, browser_page: Any
+) -> None:
+    page, complaints = browser_page
+    await send_trace(router)
+    await page.goto(f"http://{router.router.http_address}/ui")
+    await page.wait_for_selector(".node", timeout=30_000)
+    assert sorted(await page.locator(".node b").all_text_contents()) == ["decode-1", "prefill-1"]
+    assert await page.locator(".node .good").count() == 2
+    await page.locator("#requests .row").click()
+    await page.wait_for_selector("#spans .row")
+    assert await page.locator("#spans .row").count() == 3
+    await page.locator("#spans .row").first.click()
+    assert "pdmesh.request_id = mine" in await page.locator("#spans pre").first.text_content()
+    await decode.stop()
+    await page.wait_for_selector(".node .bad", timeout=30_000)
+    assert complaints == []
+
+
+async def test_a_browser_asks_for_the_token_of_an_operator(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path, browser_page: Any
+) -> None:
+    page, complaints = browser_page
+    router = await start_router(prefill, decode, http="127.0.0.1:0", tenants=write_tenants(tmp_path / "tenants.yaml"))
+    await page.goto(f"http://{router.router.http_address}/ui")
+    await page.fill("input[aria-label=token]", "operator", timeout=30_000)
+    await page.click("#note button")
+    await page.wait_for_selector(".node", timeout=30_000)
+    assert complaints == []
+
+
+def test_every_kind_of_the_page_has_a_colour() -> None:
+    page = files("router_node.ui").joinpath("page.html").read_text(encoding="utf-8")
+    for kind in (*KIND_BY_NAME.values(), "envelope", "active", "cached", "quarantined", "empty"):
+        assert f"--{kind}:" in page
+
+
+async def test_looks_of_many_are_one_question_to_each_node(router: RunningRouter, decode: FakeNode) -> None:
+    asked = 0
+    answer = decode.GetNodeStatus
+
+    async def counted(request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:
+        nonlocal asked
+        asked += 1
+        return await answer(request, context)
+
+    decode.GetNodeStatus = counted  # type: ignore[method-assign]
+    await asyncio.gather(*(get(router, "/ui/state") for _ in range(5)))
+    assert asked <= 1
