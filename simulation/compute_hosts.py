@@ -9,9 +9,11 @@ from functools import partial
 
 from typing_extensions import override
 
+from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
-from cache_runtime.transfer.manifest_builder import build_manifest
+from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
 from cache_runtime.transfer.plane_set import PlaneSet
+from cache_runtime.transfer.schema import PlacementManifest
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.server import DecodeNode
 from node_runtime.engine.core import ComputeCore, DataPlane
@@ -137,16 +139,8 @@ class ComputeHost(Host):
 
     def make_core(self, process: Process) -> ComputeCore:
         settings, around = self.settings, self.around
-        plan = memory_plan(settings.kind, settings.num_lcm_blocks)
-        if settings.num_tensor_ranks > 1:
-            rank = Process(around.world, f"{self.name}/rank1", partial(self._on_error, f"{self.name}/rank1"))
-            self.ranks = SimulatedRanks(process, rank, around.dice.of("rank", self.name))
-        executor = FakeExecutor(
-            settings.kind,
-            plan,
-            partial(self._let_time_pass, process),
-            *((self.ranks.gather,) if self.ranks is not None else ()),
-        )
+        executor, *followers = executors = self._make_executors(process)
+        plan = executor.arena.plan
         config = SchedulerConfig(
             role=self.role,
             prefix_granularity=PREFIX_GRANULARITY,
@@ -168,40 +162,54 @@ class ComputeHost(Host):
             scheduler=scheduler,
             group_ids=tuple(executor.contract.group_ids),
             facts=model_facts(settings, plan.num_arena_bytes, plan.layout.token_capacity(settings.num_lcm_blocks)),
-            data_plane=self._make_data_plane(process, executor),
+            data_plane=self._make_data_plane(process, executors),
         )
         if self.ranks is not None:
-            follower = FakeExecutor(settings.kind, plan, lambda: None)
-            followers = self.ranks.follow(Scheduler(config), follower)
+            links = self.ranks.follow(Scheduler(config), followers[0])
             core = replace(
                 core,
-                executor=MirroredExecutor(executor, followers),
-                scheduler=MirroredScheduler(scheduler, followers),
+                executor=MirroredExecutor(executor, links),
+                scheduler=MirroredScheduler(scheduler, links),
                 ranks=self.ranks,
             )
         return core
+
+    def _make_executors(self, process: Process) -> Sequence[FakeExecutor]:
+        """By rank. The first one's passes take time, and the other's end before it may go on."""
+        settings, around = self.settings, self.around
+        plan = memory_plan(settings.kind, settings.num_lcm_blocks)
+        on_time = partial(self._let_time_pass, process)
+        if settings.num_tensor_ranks == 1:
+            return [FakeExecutor(settings.kind, plan, on_time)]
+        rank = Process(around.world, f"{self.name}/rank1", partial(self._on_error, f"{self.name}/rank1"))
+        self.ranks = SimulatedRanks(process, rank, around.dice.of("rank", self.name))
+        leader = FakeExecutor(settings.kind, plan, on_time, self.ranks.gather, self.ranks.meet)
+        return [leader, FakeExecutor(settings.kind, plan, lambda: None)]
 
     def _make_watches(self, process: Process, executor: FakeExecutor) -> Sequence[SchedulerWatch]:
         """What this role has to look at besides."""
         del process, executor
         return ()
 
-    def _make_data_plane(self, process: Process, executor: FakeExecutor) -> DataPlane | None:
-        plan, arena = executor.arena.plan, executor.arena
+    def _make_data_plane(self, process: Process, executors: Sequence[FakeExecutor]) -> DataPlane | None:
+        """One for the arenas of all ranks."""
+        plan, stages = executors[0].arena.plan, executors[0].stages
         plane = SimulatedPlane(self.around.data, process, self.endpoint)
         planes = PlaneSet((plane,))
-        planes.register(arena.base_address, plan.num_arena_bytes)
-        manifest = build_manifest(
-            plan,
-            stages=executor.stages,
-            model_fingerprint=self.settings.kind.value,
-            weight_version="",
-            arena_base=arena.base_address,
-            data_plane=plane.name,
-            endpoint=self.endpoint,
-            planes=planes.offers,
-        )
-        return DataPlane(planes=planes, manifest=manifest)
+        ranks = []
+        for rank, executor in enumerate(executors):
+            planes.register(executor.arena.base_address, plan.num_arena_bytes)
+            placement = place_rank(
+                plan,
+                TensorRank(rank=rank, size=len(executors)),
+                arena_base=executor.arena.base_address,
+                data_plane=plane.name,
+                endpoint=self.endpoint,
+                planes=planes.offers,
+            )
+            ranks.append(placement)
+        logical = describe_cache(plan, stages=stages, model_fingerprint=self.settings.kind.value, weight_version="")
+        return DataPlane(planes=planes, manifest=PlacementManifest(logical=logical, ranks=tuple(ranks)))
 
     def engine_class(self, process: Process) -> type[EngineLoop]:
         line, settings = self._line, self.settings
@@ -349,7 +357,7 @@ class DecodeHost(ComputeHost):
 
 
 class FusedHost(ComputeHost):
-    """Runs a fused node, on one tensor rank or two."""
+    """Runs a fused node."""
 
     role = Role.FUSED
     config: FusedNodeConfig
@@ -372,7 +380,7 @@ class FusedHost(ComputeHost):
         self.run_node(process, node.start(), node.stop)
 
     @override
-    def _make_data_plane(self, process: Process, executor: FakeExecutor) -> DataPlane | None:
+    def _make_data_plane(self, process: Process, executors: Sequence[FakeExecutor]) -> DataPlane | None:
         return None
 
     def num_handoffs(self) -> int:

@@ -180,7 +180,8 @@ class FakeExecutor:
     """The engine's Executor over an Arena.
 
     `on_time` is called before each layer and may let time pass: a pass takes as long as it takes, and other things
-    happen meanwhile. `gather` joins what this rank has read with what the others have.
+    happen meanwhile. `meet` is called behind the rows of each layer, where ranks wait for one another, and `gather`
+    joins what this rank has read with what the others have.
     """
 
     def __init__(
@@ -189,12 +190,14 @@ class FakeExecutor:
         plan: CacheMemoryPlan,
         on_time: Callable[[], None],
         gather: Callable[[tuple[Reading, ...]], tuple[Reading, ...]] = lambda readings: readings,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.arena = Arena(plan)
         self.contract = CacheRuntimeContract.from_plan(plan)
         self._kind = kind
         self._on_time = on_time
         self._gather = gather
+        self._meet = meet
         self.stages = tuple(
             (layer_field_id(index, "s"),)
             if layer is CacheLayerType.STATE
@@ -248,6 +251,7 @@ class FakeExecutor:
                     self._write_rows(batch, row, layer)
             if on_stage is not None:
                 on_stage(layer.index)
+            self._meet()
         return tuple(self._read(batch, row) for row in range(len(batch.request_ids)))
 
     def _write_rows(self, batch: _Batch, row: int, layer: _Layer) -> None:

@@ -1,8 +1,9 @@
 """The second tensor rank of a simulated node: a process of its own that mirrors the first one's scheduler.
 
 Real: what the leader orders, as bytes, and what the follower makes of it. Simulated: the socket between them, on which
-orders are on their way for a while, and the gather of a pass. Every rank keeps whole rows, as ranks do that repeat the
-heads of a model that has fewer, so a node of two ranks has the text of one.
+orders are on their way for a while, and the gathers of a pass. Every rank keeps whole rows, as ranks do that repeat the
+heads of a model that has fewer, so a node of two ranks has the text of one. The leader's data plane reaches the arenas
+of both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from model_runtime.errors import RankGroupError
 from node_runtime.engine.ranks.follower import Follower
 from node_runtime.engine.ranks.leader import Followers
 from node_runtime.engine.ranks.link import SEND_TIMEOUT_S, RankLink, RankLost
@@ -90,7 +92,7 @@ class SimulatedRanks:
     process: Process
     rng: Random
     lateness_s: float = 0.0
-    num_passes_ordered: int = 0
+    num_passes_made: int = 0
     arrived: deque[bytes] = field(default_factory=deque)
     answers: deque[bytes] = field(default_factory=deque)
     _last_arrival_s: float = 0.0
@@ -142,13 +144,23 @@ class SimulatedRanks:
 
     # The leader's side of a pass.
 
+    def meet(self) -> None:
+        """Behind the rows of a layer: until the other rank has given its part. Raises RankGroupError."""
+        following = self._following
+        if following is None:
+            return
+        try:
+            self.wait_until(lambda: following.num_passes > self.num_passes_made, _GATHER_TIMEOUT_S)
+        except RankLost as error:
+            raise RankGroupError(str(error)) from error
+
     def gather(self, readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
-        """What both ranks have read in this pass: a difference shows in the text. Raises RankLost."""
+        """What both ranks have read in this pass: a difference shows in the text. Raises RankGroupError."""
         following = self._following
         if following is None:
             return readings
-        self.num_passes_ordered += 1
-        self.wait_until(lambda: following.num_passes == self.num_passes_ordered, _GATHER_TIMEOUT_S)
+        self.meet()
+        self.num_passes_made += 1
         pairs = zip(readings, following.readings, strict=True)
         return tuple(mine if mine == other else b"the ranks differ" for mine, other in pairs)
 

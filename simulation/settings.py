@@ -39,7 +39,7 @@ class ComputeSettings:
     # Of decode and fused nodes: completions are admitted without the headroom that is longer than any of them is here,
     # so that memory runs short and requests give way to others.
     is_overcommitted: bool = False
-    # Of fused nodes only: 1 or 2.
+    # 1 or 2.
     num_tensor_ranks: int = 1
 
     def __str__(self) -> str:

@@ -46,14 +46,16 @@ def play(
     num_decode: int = 2,
     num_fused: int = 0,
     num_requests: int = 6,
+    num_decode_ranks: int | None = None,
     cancel_after_s: float | None = None,
     is_verbose: bool = False,
     **traits: object,
 ) -> Outcome:
-    """`traits` are those of all nodes."""
+    """`traits` are those of all nodes; decode nodes have `num_decode_ranks` where they have a number of their own."""
     settings = replace(
         ComputeSettings(kind=kind, num_lcm_blocks=40, max_batch_size=8, token_budget=16, verifies=True), **traits
     )
+    decode = settings if num_decode_ranks is None else replace(settings, num_tensor_ranks=num_decode_ranks)
     requests = tuple(
         Request(
             request_id=f"r{number}",
@@ -72,7 +74,7 @@ def play(
             plane=plane,
             pace=PACE,
             prefill=(settings,) * num_prefill,
-            decode=(settings,) * num_decode,
+            decode=(decode,) * num_decode,
             fused=(settings,) * num_fused,
             requests=requests,
             faults=faults,
@@ -212,6 +214,35 @@ def test_a_node_that_loses_a_rank_leaves_and_another_one_goes_on_with_its_stream
         outcome = play(loss, num_prefill=0, num_decode=0, num_fused=2, num_tensor_ranks=2)
         assert all_served(outcome)
         assert outcome.seen["rank lost"] == outcome.seen["left"] == 1
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+@pytest.mark.parametrize("plane", PlaneKind)
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1), (2, 2)])
+def test_caches_come_over_whole_between_nodes_of_unlike_numbers_of_ranks_however_late_one_is(
+    kind: ModelKind, plane: PlaneKind, num_prefill_ranks: int, num_decode_ranks: int
+) -> None:
+    late = tuple(LateRank(host=host, at_s=BEGIN_S, for_s=2.0, seconds=0.1) for host in ("prefill-1", "decode-1"))
+    outcome = play(*late, kind=kind, plane=plane, num_tensor_ranks=num_prefill_ranks, num_decode_ranks=num_decode_ranks)
+    assert all_served(outcome)
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+@pytest.mark.parametrize("host", ["prefill-1", "decode-1"])
+def test_a_prefill_or_decode_node_that_loses_a_rank_leaves_and_its_requests_go_on_elsewhere(
+    kind: ModelKind, host: str
+) -> None:
+    for at_s in moments():
+        outcome = play(KillRank(host=host, at_s=at_s, restart_after_s=0.5), kind=kind, num_tensor_ranks=2)
+        assert all_served(outcome)
+        assert outcome.seen["rank lost"] == outcome.seen["left"] == 1
+
+
+def test_a_bit_that_flips_on_the_way_to_a_rank_is_found_and_the_request_placed_anew() -> None:
+    for nth in (1, 5, 20):
+        flip = FlipBit(source="prefill-1", target="decode-1", at_s=BEGIN_S, nth=nth)
+        outcome = play(flip, num_prefill=2, num_decode=1, num_tensor_ranks=1, num_decode_ranks=2)
+        assert all_served(outcome)
 
 
 def test_a_cache_is_cleared_when_nobody_needs_it_and_never_before() -> None:
