@@ -28,7 +28,9 @@ def own_mesh(model_path: Path, tmp_path: Path) -> Iterator[Mesh]:
     prefill = [start("prefill", f"prefill-{index}", *COMPUTE) for index in range(2)]
     peers = [flag for node in prefill for flag in ("--prefill", node.address)]
     decode = [start("decode", f"decode-{index}", *COMPUTE, *peers) for index in range(2)]
-    router = start("router", "router", *peers, *(flag for node in decode for flag in ("--decode", node.address)))
+    turns = ("--placement-policy", "least_loaded")
+    listed = (*peers, *(flag for node in decode for flag in ("--decode", node.address)))
+    router = start("router", "router", *turns, *listed)
     nodes = {node.name: node for node in (*prefill, *decode)}
     with stopping(router, *nodes.values()):
         yield assemble(router, nodes)
