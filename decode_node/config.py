@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, TypeAlias
 from pydantic import Field, field_validator
 
 from node_runtime.config import ComputeNodeConfig
+from node_runtime.dns_names import check_entry
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.lease import DEFAULT_LEASE_S, MAX_LEASE_S, MIN_LEASE_S
-from node_runtime.rpc.address import parse_address
 
 VerifyTransfers: TypeAlias = Literal["off", "sample", "all"]
 
@@ -27,8 +27,12 @@ class DecodeNodeConfig(ComputeNodeConfig):
 
     prefill: tuple[str, ...] = Field(
         default=(),
-        description="Prefill node to connect to at start, host:port; may be repeated. The node is ready once one of "
-        "them is. Others are connected to when a request names them.",
+        description="Prefill node to connect to at start, host:port, or dns:host:port for one at each address of the "
+        "host; may be repeated. The node is ready once one of them is. Others are connected to when a request names "
+        "them.",
+    )
+    resolve_interval_s: float = Field(
+        default=5.0, gt=0, le=3600, description="How often DNS names of prefill nodes are resolved. Seconds."
     )
 
     handoff_lease_s: float = Field(
@@ -68,7 +72,7 @@ class DecodeNodeConfig(ComputeNodeConfig):
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
             try:
-                parse_address(address)
+                check_entry(address)
             except InvalidRequest as error:
                 raise ValueError(error.message) from None
         return tuple(dict.fromkeys(value))

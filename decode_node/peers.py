@@ -131,14 +131,28 @@ class PrefillPeers:
         self._on_change = on_change
         self._transport = transport
         self._entries: dict[str, _Entry] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._partings: set[asyncio.Task[None]] = set()
 
     def watch(self, addresses: Sequence[str]) -> None:
-        """Keeps connections to these addresses for the life of the node."""
+        """Keeps connections to these addresses from now on, and to no others. Handoffs with those that are left out go
+        on.
+        """
+        for address in self._watchers.keys() - set(addresses):
+            self._watchers.pop(address).cancel()
+            entry = self._entries.pop(address)
+            entry.is_watched = False
+            _log.info("prefill node at %s is not looked after any more", address)
+            parting = asyncio.create_task(self._part_with(entry))
+            self._partings.add(parting)
+            parting.add_done_callback(self._partings.discard)
+            self._on_change()
         for address in addresses:
-            entry = self._entries.setdefault(address, _Entry(address))
-            entry.is_watched = True
-            self._watchers.append(asyncio.create_task(self._keep_connected(entry), name=f"watch {address}"))
+            if address not in self._watchers:
+                entry = self._entries.setdefault(address, _Entry(address))
+                entry.is_watched = True
+                watcher = asyncio.create_task(self._keep_connected(entry), name=f"watch {address}")
+                self._watchers[address] = watcher
 
     @property
     def has_ready(self) -> bool:
@@ -185,9 +199,10 @@ class PrefillPeers:
 
     async def close(self) -> None:
         attempts = [entry.attempt for entry in self._entries.values() if entry.attempt is not None]
-        for task in (*self._watchers, *attempts):
+        ending = (*self._watchers.values(), *self._partings, *attempts)
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._watchers, *attempts, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         for entry in self._entries.values():
             if entry.peer is not None:
                 await entry.peer.channel.close()
@@ -210,8 +225,15 @@ class PrefillPeers:
             entry.attempt = None
             if not entry.is_ready and not entry.is_watched:
                 # Names that clients make up, and nodes that are gone, must not pile up.
-                self._entries.pop(entry.address, None)
+                if self._entries.get(entry.address) is entry:
+                    del self._entries[entry.address]
                 await self._retire(entry.peer)
+
+    async def _part_with(self, entry: _Entry) -> None:
+        """Requests that wait for its bootstrap get to hear of it."""
+        if entry.attempt is not None:
+            await asyncio.wait((entry.attempt,))
+        await self._retire(entry.peer)
 
     @staticmethod
     async def _retire(peer: PrefillPeer | None) -> None:

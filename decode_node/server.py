@@ -12,6 +12,7 @@ from pdmesh.v1 import decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.local_prefill import LocalPrefill
+from decode_node.membership import PrefillMembership
 from decode_node.peers import PrefillPeers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.service import DecodeLimits, DecodeService
@@ -43,7 +44,8 @@ class _Receiving:
     remote: RemotePrefill
     verifier: TransferVerifier
     local: LocalPrefill
-    addresses: tuple[str, ...]
+    membership: PrefillMembership
+    has_listed_peers: bool
 
 
 class DecodeNode:
@@ -129,7 +131,7 @@ class DecodeNode:
         receiving = self._receiving
         if receiving is None or receiving.local.is_fallback:
             return True
-        return not receiving.addresses or receiving.peers.has_ready
+        return not receiving.has_listed_peers or receiving.peers.has_ready
 
     @property
     def num_handoffs(self) -> int:
@@ -148,7 +150,7 @@ class DecodeNode:
         self._server.set_serving(self.is_ready)
         self._status_metrics.start()
         if self._receiving is not None:
-            self._receiving.peers.watch(self._receiving.addresses)
+            await self._receiving.membership.start()
 
     async def watch_progress(self) -> None:
         """Keeps the liveness of the node true to its engine, until it is cancelled. Requires `start`."""
@@ -166,6 +168,7 @@ class DecodeNode:
             self._watching.cancel()
         await self._status_metrics.close()
         if self._receiving is not None:
+            await self._receiving.membership.close()
             await self._receiving.remote.close()
             await self._receiving.peers.close()
         self._forms.close()
@@ -214,7 +217,14 @@ class DecodeNode:
             scheduler=self._core.scheduler,
             engine=self.engine,
         )
-        return _Receiving(peers=peers, remote=remote, verifier=verifier, local=local, addresses=config.prefill)
+        return _Receiving(
+            peers=peers,
+            remote=remote,
+            verifier=verifier,
+            local=local,
+            membership=PrefillMembership(config.prefill, peers, interval_s=config.resolve_interval_s),
+            has_listed_peers=bool(config.prefill),
+        )
 
     def _make_reporter(self) -> ComputeReporter:
         receiving = self._receiving

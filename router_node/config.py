@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from node_runtime.config import ByteSize, NodeConfig, parse_size
+from node_runtime.dns_names import check_entry
 from node_runtime.errors import InvalidRequest
 from node_runtime.rpc import format_address, parse_address
-from router_node.membership import DNS_PREFIX
 from router_node.placement_policy import PolicyName
 
 _MIN_FOLLOW_INTERVAL_S = 0.01
@@ -124,7 +124,7 @@ class RouterConfig(NodeConfig):
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
             try:
-                parse_address(address.removeprefix(DNS_PREFIX))
+                check_entry(address)
             except InvalidRequest as error:
                 raise ValueError(str(error)) from None
         return addresses

@@ -158,7 +158,7 @@ async def test_a_peer_that_is_replaced_while_it_is_asked_for_its_health_goes_on_
     assert entry.peer is not old
     may_answer.set()
     await until(lambda: old.num_users == 0, "the question was answered")
-    (watcher,) = peers._watchers
+    (watcher,) = peers._watchers.values()
     assert not watcher.done()
 
 
@@ -200,3 +200,28 @@ async def test_a_decode_node_that_fails_before_the_grant_frees_the_prefill_node(
     assert (await mesh.generate(decode, PROMPT, prefill_address=prefill.address)).token_ids == expected_tokens(
         PROMPT, 4
     )
+
+
+async def test_prefill_nodes_behind_a_name_become_peers_and_those_that_leave_it_are_let_go(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await mesh.prefill()
+    port = prefill.address.rpartition(":")[2]
+    hosts = ["127.0.0.1"]
+
+    async def resolve(host: str) -> list[str]:
+        assert host == "prefill"
+        return list(hosts)
+
+    monkeypatch.setattr("node_runtime.dns_names.resolve_host", resolve)
+    decode = await mesh.decode(f"dns:prefill:{port}", config={"resolve_interval_s": 0.01})
+    await until(lambda: decode.node.is_ready, "the node behind the name is a peer")
+    answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    hosts.clear()
+    await until(lambda: not decode.node.is_ready, "the peer is let go")
+    assert decode.node._receiving.peers.statuses() == ()
+    # Whoever names it gets it nevertheless.
+    again = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    assert again.token_ids == answer.token_ids
+    hosts.append("127.0.0.1")
+    await until(lambda: decode.node.is_ready, "it is a peer again")

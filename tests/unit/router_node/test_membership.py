@@ -104,7 +104,7 @@ async def test_a_router_follows_the_name_and_hangs_up_on_who_left(
     async def resolve(host: str) -> Sequence[str]:
         return list(hosts)
 
-    monkeypatch.setattr("router_node.membership.resolve_host", resolve)
+    monkeypatch.setattr("node_runtime.dns_names.resolve_host", resolve)
     hosts.append("127.0.0.1")
     running = await start_router(fused=(f"dns:fused:{port}",), resolve_interval_s=0.02, poll_interval_s=0.02)
     router = running.router
