@@ -12,8 +12,9 @@ from functools import partial
 import grpc
 import pytest
 from pdmesh.v1 import inference_pb2
-from support.fake_mesh import Answer, FakeMesh, until
-from support.fake_router import FakeRouter
+from support.fake_compute import Gate
+from support.fake_mesh import Answer, FakeMesh, FakeNode, until
+from support.fake_router import FakeRouter, RoutedAnswer
 from support.model_core import model_core
 from support.tiny_checkpoint import END_TOKEN, VOCAB_SIZE, write_tiny_checkpoint
 
@@ -178,6 +179,50 @@ async def test_a_first_token_against_the_form_is_not_taken_from_a_prefill_node_o
     assert "first token of the prefill node breaks sampling.structured_output.regex" in message
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
+
+
+async def test_a_form_goes_on_behind_the_tokens_that_were_sent_when_a_decode_node_dies(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    nodes = [await mesh.decode(prefill), await mesh.decode(prefill)]
+    await until(lambda: all(node.node.is_ready for node in nodes), "the decode nodes have their peer")
+    fields: dict[str, object] = {"sampling": _fields(JSON)["sampling"], "ignore_eos": False, "max_tokens": 200}
+    async with FakeRouter(prefill=[prefill], decode=nodes, vocab_size=VOCAB_SIZE) as router:
+        undisturbed = await router.generate(PROMPT, **fields)
+        gate = Gate()
+        for node in nodes:
+            stand_still_after(node, num_steps=10, gate=gate)
+        stream, answer = aiter(router.call(PROMPT, **fields)), RoutedAnswer()
+        while len(answer.token_ids) < 7:
+            answer.take(await anext(stream))
+        await until(gate.reached.is_set, "the decode node stands still")
+        dying, living = sorted(nodes, key=lambda node: -node.node.engine.snapshot.num_running)
+        stand_still_after(living, num_steps=None, gate=gate)
+        killing = asyncio.ensure_future(mesh.kill(dying))
+        async for response in stream:
+            answer.take(response)
+        gate.open()
+        await killing
+    assert answer.finish is not None
+    assert answer.finish.num_replacements == 1
+    assert answer.text == undisturbed.text
+    assert set(json.loads(answer.text)) == {"name", "age"}
+    for node in (prefill, living):
+        await node.assert_all_blocks_return()
+
+
+def stand_still_after(node: FakeNode, *, num_steps: int | None, gate: Gate) -> None:
+    """The node's executor waits at the gate before the step after so many from now on; None: it does not."""
+    executor, begun = node.core.executor, 0
+    compute = type(executor).execute
+
+    def execute(*arguments: object) -> object:
+        nonlocal begun
+        begun += 1
+        if num_steps is not None and begun > num_steps:
+            gate.wait()
+        return compute(executor, *arguments)
+
+    executor.execute = execute
 
 
 async def test_a_client_gets_its_form_through_a_router(mesh: FakeMesh) -> None:
