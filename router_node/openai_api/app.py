@@ -194,7 +194,7 @@ class _Generation:
 
     async def _serve(self, request: Request, receive: Receive, reply: _Reply, context: RpcContext) -> None:
         content = await _read_body(request, self._parts.max_body_bytes)
-        async with _cancelled_when_gone(receive):
+        async with _cancelled_when_gone(receive, reply):
             request_id = request.headers.get(REQUEST_ID_HEADER, "")
             check_request_id(request_id, allow_empty=True)
             request_id = request_id or uuid.uuid4().hex
@@ -271,6 +271,7 @@ class _Reply:
         self._send = send
         self._headers: dict[str, str] = {}
         self.has_begun = False
+        self.is_complete = False
 
     def add_header(self, name: str, value: str) -> None:
         """To be called before anything is sent; an empty value is none. `value` is printable."""
@@ -305,13 +306,16 @@ class _Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _write(self, content: bytes, *, is_last: bool) -> None:
+        self.is_complete = is_last
         if content or is_last:
             await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
 
 
 @asynccontextmanager
-async def _cancelled_when_gone(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block when the client's connection ends; then raises RequestCancelled. The body has been read."""
+async def _cancelled_when_gone(receive: Receive, reply: _Reply) -> AsyncIterator[None]:
+    """Cancels the block when the client leaves before its reply is complete; then raises RequestCancelled. The body has
+    been read.
+    """
     task = cast("asyncio.Task[object]", asyncio.current_task())
     is_gone = False
 
@@ -319,8 +323,10 @@ async def _cancelled_when_gone(receive: Receive) -> AsyncIterator[None]:
         nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             continue
-        is_gone = True
-        task.cancel()
+        # A server says the same when the reply is complete.
+        if not reply.is_complete:
+            is_gone = True
+            task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
