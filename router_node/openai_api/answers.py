@@ -7,8 +7,9 @@ change their names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -21,23 +22,34 @@ JsonObject = dict[str, object]
 _FINISH_REASONS: Mapping[int, str] = MappingProxyType(
     {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 )
-_INDEX: Final = 0
 _IMPOSSIBLE: Final = -9999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all objects of one answer begin with. `created_s` is seconds since the Unix epoch."""
+    """What all objects of one answer begin with, and what is to be told in it.
+
+    `created_s` is seconds since the Unix epoch. `echo` is the prompt's text where it is to come before each sample's.
+    """
 
     request_id: str
     model: str
     created_s: int
     with_logprobs: bool
     with_usage_in_stream: bool
+    echo: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """What one of the samples of an answer has come to."""
+
+    deltas: list[inference_pb2.Delta] = field(default_factory=list)
+    finish: inference_pb2.Finish | None = None
 
 
 class AnswerShape(ABC):
-    """The objects of one answer, in the order in which a stream sends them; or `whole`."""
+    """The objects of one answer: chunks of its samples, each in order, then the usage of all; or `whole`."""
 
     whole_object: str
     chunk_object: str
@@ -46,28 +58,43 @@ class AnswerShape(ABC):
     def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
+        self._prompt_tokens: Sequence[inference_pb2.SampledToken] = ()
+
+    def take_prompt_logprobs(self, tokens: Sequence[inference_pb2.SampledToken]) -> None:
+        """Those of the prompt, before any delta."""
+        self._prompt_tokens = tokens
 
     @abstractmethod
-    def opening(self) -> Sequence[JsonObject]:
-        """Chunks before any text."""
+    def opening(self, index: int) -> Sequence[JsonObject]:
+        """Chunks of a sample before any of its text."""
 
     @abstractmethod
-    def chunk(self, delta: inference_pb2.Delta) -> JsonObject | None:
+    def chunk(self, index: int, delta: inference_pb2.Delta) -> JsonObject | None:
         """The chunk that shows this; None when there is nothing to show yet."""
 
     @abstractmethod
-    def whole(self, deltas: Sequence[inference_pb2.Delta], finish: inference_pb2.Finish) -> JsonObject:
-        """The one object that an answer without streaming is."""
+    def _last_choice(self, index: int, reason: str) -> JsonObject: ...
 
     @abstractmethod
-    def _last_choice(self, reason: str) -> JsonObject: ...
+    def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject: ...
 
-    def closing(self, finish: inference_pb2.Finish) -> Sequence[JsonObject]:
-        """Chunks behind all text."""
-        chunks = [self._object(self.chunk_object, [self._last_choice(_reason(finish))])]
-        if self._head.with_usage_in_stream:
-            chunks.append({**self._object(self.chunk_object, []), "usage": _usage(finish.usage)})
-        return chunks
+    def closing(self, index: int, finish: inference_pb2.Finish) -> JsonObject:
+        """The last chunk of a sample."""
+        return self._object(self.chunk_object, [self._last_choice(index, _reason(finish))])
+
+    def usage(self, finishes: Iterable[inference_pb2.Finish]) -> Sequence[JsonObject]:
+        """Chunks behind those of all samples."""
+        if not self._head.with_usage_in_stream:
+            return ()
+        return [{**self._object(self.chunk_object, []), "usage": _usage(finishes)}]
+
+    def whole(self, samples: Mapping[int, Sample]) -> JsonObject:
+        """The one object that an answer without streaming is. All samples are finished."""
+        finishes = {index: sample.finish for index, sample in sorted(samples.items()) if sample.finish is not None}
+        choices = [
+            self._whole_choice(index, samples[index].deltas, _reason(finish)) for index, finish in finishes.items()
+        ]
+        return {**self._object(self.whole_object, choices), "usage": _usage(finishes.values())}
 
     def _object(self, kind: str, choices: Sequence[JsonObject]) -> JsonObject:
         head = self._head
@@ -82,9 +109,6 @@ class AnswerShape(ABC):
             made["usage"] = None
         return made
 
-    def _whole(self, choice: JsonObject, finish: inference_pb2.Finish) -> JsonObject:
-        return {**self._object(self.whole_object, [choice]), "usage": _usage(finish.usage)}
-
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
@@ -96,34 +120,30 @@ class ChatAnswer(AnswerShape):
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def opening(self) -> Sequence[JsonObject]:
-        return [self._chunk({"role": "assistant", "content": ""}, None)]
+    def opening(self, index: int) -> Sequence[JsonObject]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
 
-    def chunk(self, delta: inference_pb2.Delta) -> JsonObject | None:
+    def chunk(self, index: int, delta: inference_pb2.Delta) -> JsonObject | None:
         logprobs = self._logprobs(delta.tokens) if self._head.with_logprobs else None
         if not delta.text and not (logprobs and delta.tokens):
             return None
-        return self._chunk({"content": delta.text}, logprobs)
+        return self._chunk(index, {"content": delta.text}, logprobs)
 
-    def whole(self, deltas: Sequence[inference_pb2.Delta], finish: inference_pb2.Finish) -> JsonObject:
+    def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject:
         tokens = [token for delta in deltas for token in delta.tokens]
-        choice: JsonObject = {
-            "index": _INDEX,
-            "message": {
-                "role": "assistant",
-                "content": "".join(delta.text for delta in deltas),
-                "refusal": None,
-            },
+        text = "".join(delta.text for delta in deltas)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(tokens) if self._head.with_logprobs else None,
-            "finish_reason": _reason(finish),
+            "finish_reason": reason,
         }
-        return self._whole(choice, finish)
 
-    def _last_choice(self, reason: str) -> JsonObject:
-        return {"index": _INDEX, "delta": {}, "logprobs": None, "finish_reason": reason}
+    def _last_choice(self, index: int, reason: str) -> JsonObject:
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def _chunk(self, shown: JsonObject, logprobs: JsonObject | None) -> JsonObject:
-        choice: JsonObject = {"index": _INDEX, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+    def _chunk(self, index: int, shown: JsonObject, logprobs: JsonObject | None) -> JsonObject:
+        choice: JsonObject = {"index": index, "delta": shown, "logprobs": logprobs, "finish_reason": None}
         return self._object(self.chunk_object, [choice])
 
     def _logprobs(self, tokens: Iterable[inference_pb2.SampledToken]) -> JsonObject:
@@ -145,7 +165,7 @@ class ChatAnswer(AnswerShape):
 
 
 class CompletionAnswer(AnswerShape):
-    """Objects of /v1/completions."""
+    """Objects of /v1/completions. An echo is the beginning of every sample, its tokens' log-probabilities too."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -153,43 +173,52 @@ class CompletionAnswer(AnswerShape):
 
     def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
         super().__init__(head, tokenizer)
-        # Characters of the completion in front of the next token, as its tokens spell it one by one.
-        self._num_characters = 0
+        # By sample: characters in front of its next token, as its tokens spell them one by one.
+        self._num_characters: Counter[int] = Counter()
 
-    def opening(self) -> Sequence[JsonObject]:
-        return ()
+    def opening(self, index: int) -> Sequence[JsonObject]:
+        if not self._head.echo:
+            return ()
+        logprobs = self._logprobs(index, self._prompt_tokens) if self._head.with_logprobs else None
+        return [self._chunk(index, self._head.echo, logprobs)]
 
-    def chunk(self, delta: inference_pb2.Delta) -> JsonObject | None:
-        logprobs = self._logprobs(delta.tokens) if self._head.with_logprobs else None
+    def chunk(self, index: int, delta: inference_pb2.Delta) -> JsonObject | None:
+        logprobs = self._logprobs(index, delta.tokens) if self._head.with_logprobs else None
         if not delta.text and not (logprobs and delta.tokens):
             return None
-        return self._object(self.chunk_object, [_completion_choice(delta.text, logprobs, None)])
+        return self._chunk(index, delta.text, logprobs)
 
-    def whole(self, deltas: Sequence[inference_pb2.Delta], finish: inference_pb2.Finish) -> JsonObject:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        logprobs = self._logprobs(tokens) if self._head.with_logprobs else None
-        text = "".join(delta.text for delta in deltas)
-        return self._whole(_completion_choice(text, logprobs, _reason(finish)), finish)
+    def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject:
+        tokens = [*self._prompt_tokens, *(token for delta in deltas for token in delta.tokens)]
+        logprobs = self._logprobs(index, tokens) if self._head.with_logprobs else None
+        text = self._head.echo + "".join(delta.text for delta in deltas)
+        return _completion_choice(index, text, logprobs, reason)
 
-    def _last_choice(self, reason: str) -> JsonObject:
-        return _completion_choice("", None, reason)
+    def _last_choice(self, index: int, reason: str) -> JsonObject:
+        return _completion_choice(index, "", None, reason)
 
-    def _logprobs(self, tokens: Iterable[inference_pb2.SampledToken]) -> JsonObject:
+    def _chunk(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return self._object(self.chunk_object, [_completion_choice(index, text, logprobs, None)])
+
+    def _logprobs(self, index: int, tokens: Iterable[inference_pb2.SampledToken]) -> JsonObject:
+        """The first token of a prompt has no log-probability."""
         texts: list[str] = []
         offsets: list[int] = []
-        logprobs: list[float] = []
-        tops: list[dict[str, float]] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
         for token in tokens:
             texts.append(self._token_text(token.token_id))
-            offsets.append(self._num_characters)
-            logprobs.append(_finite(token.logprob))
-            tops.append({self._token_text(each.token_id): _finite(each.logprob) for each in token.top_logprobs})
-            self._num_characters += len(texts[-1])
+            offsets.append(self._num_characters[index])
+            is_known = token.HasField("logprob")
+            logprobs.append(_finite(token.logprob) if is_known else None)
+            top = {self._token_text(each.token_id): _finite(each.logprob) for each in token.top_logprobs}
+            tops.append(top if is_known else None)
+            self._num_characters[index] += len(texts[-1])
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _completion_choice(text: str, logprobs: JsonObject | None, reason: str | None) -> JsonObject:
-    return {"index": _INDEX, "text": text, "logprobs": logprobs, "finish_reason": reason}
+def _completion_choice(index: int, text: str, logprobs: JsonObject | None, reason: str | None) -> JsonObject:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _finite(logprob: float) -> float:
@@ -201,13 +230,16 @@ def _reason(finish: inference_pb2.Finish) -> str:
     return _FINISH_REASONS.get(finish.reason, "stop")
 
 
-def _usage(usage: inference_pb2.Usage) -> JsonObject:
-    """`prompt_tokens_details` is null where it is not known what was cached."""
-    cached = usage.cached
-    num_cached = cached.prefill_device + cached.decode_device + cached.host + cached.storage
+def _usage(finishes: Iterable[inference_pb2.Finish]) -> JsonObject:
+    """Of all samples together. `prompt_tokens_details` is null where it is not known what was cached."""
+    usages = [finish.usage for finish in finishes]
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    known = [usage.cached for usage in usages if usage.HasField("cached")]
+    num_cached = sum(each.prefill_device + each.decode_device + each.host + each.storage for each in known)
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached} if usage.HasField("cached") else None,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached} if known else None,
     }

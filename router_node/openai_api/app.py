@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +31,14 @@ from node_runtime.clock import Clock
 from node_runtime.errors import NodeError, RequestCancelled, UnknownModel
 from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import Credentials, RpcContext
-from router_node.openai_api.answers import AnswerHead, AnswerShape, ChatAnswer, CompletionAnswer, JsonObject
+from router_node.openai_api.answers import (
+    AnswerHead,
+    AnswerShape,
+    ChatAnswer,
+    CompletionAnswer,
+    JsonObject,
+    Sample,
+)
 from router_node.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
 from router_node.openai_api.failures import BadBody, HttpFailure, failure_for
 from router_node.service import InferenceService
@@ -207,6 +215,7 @@ class _Generation:
                 created_s=_unix_s(self._parts.clock),
                 with_logprobs=body.num_logprobs is not None,
                 with_usage_in_stream=body.wants_usage_in_stream,
+                echo=body.echo_text(self._parts.tokenizer),
             )
             shape = self._shape(head, self._parts.tokenizer)
             async with aclosing(self._parts.inference.Generate(asked, context)) as responses:
@@ -233,35 +242,44 @@ async def _run(
 async def _send_whole(
     responses: AsyncIterator[inference_pb2.GenerateResponse], shape: AnswerShape, reply: _Reply
 ) -> None:
-    deltas: list[inference_pb2.Delta] = []
+    samples: defaultdict[int, Sample] = defaultdict(Sample)
     async for response in responses:
         match response.WhichOneof("event"):
             case "placement":
                 reply.add_header(TRACE_ID_HEADER, response.placement.trace_id)
+            case "prompt_logprobs":
+                shape.take_prompt_logprobs(response.prompt_logprobs.tokens)
             case "delta":
-                deltas.append(response.delta)
+                samples[response.index].deltas.append(response.delta)
             case "finish":
-                await reply.send_object(shape.whole(deltas, response.finish))
+                samples[response.index].finish = response.finish
+    await reply.send_object(shape.whole(samples))
 
 
 async def _send_stream(
     responses: AsyncIterator[inference_pb2.GenerateResponse], shape: AnswerShape, reply: _Reply
 ) -> None:
     """Nothing is sent before the first delta: until then a failure can still have a status of its own."""
+    opened: set[int] = set()
+    finishes: list[inference_pb2.Finish] = []
     async for response in responses:
-        chunks: list[JsonObject] = []
+        index = response.index
         match response.WhichOneof("event"):
             case "placement":
                 reply.add_header(TRACE_ID_HEADER, response.placement.trace_id)
                 continue
-            case "delta":
-                chunk = shape.chunk(response.delta)
-                chunks += [] if chunk is None else [chunk]
-            case "finish":
-                chunks += shape.closing(response.finish)
-        if not reply.has_begun:
-            chunks[:0] = shape.opening()
-        await reply.send_events(chunks, is_last=response.HasField("finish"))
+            case "prompt_logprobs":
+                shape.take_prompt_logprobs(response.prompt_logprobs.tokens)
+                continue
+        chunks = [] if index in opened else list(shape.opening(index))
+        opened.add(index)
+        if response.HasField("finish"):
+            chunks.append(shape.closing(index, response.finish))
+            finishes.append(response.finish)
+        elif (chunk := shape.chunk(index, response.delta)) is not None:
+            chunks.append(chunk)
+        await reply.send_events(chunks)
+    await reply.send_events(shape.usage(finishes), is_last=True)
 
 
 class _Reply:
@@ -274,14 +292,14 @@ class _Reply:
         self.is_complete = False
 
     def add_header(self, name: str, value: str) -> None:
-        """To be called before anything is sent; an empty value is none. `value` is printable."""
+        """Without effect once the answer has begun; an empty value is none. `value` is printable."""
         if value:
             self._headers[name] = value
 
     async def send_object(self, content: JsonObject) -> None:
         await self._send_json(200, _encoded(content))
 
-    async def send_events(self, chunks: Sequence[JsonObject], *, is_last: bool) -> None:
+    async def send_events(self, chunks: Sequence[JsonObject], *, is_last: bool = False) -> None:
         if not self.has_begun:
             await self._begin(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
         events = b"".join(b"data: " + _encoded(chunk) + b"\n\n" for chunk in chunks)

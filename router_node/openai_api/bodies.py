@@ -8,6 +8,7 @@ answer.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import Annotated, ClassVar, Final, Literal, TypeVar
 from pdmesh.v1 import inference_pb2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
+from model_runtime.text.tokenizer import Tokenizer
 from router_node.openai_api.failures import BadBody
 
 _UINT32_MAX: Final = 2**32 - 1
@@ -184,6 +186,7 @@ class GenerationBody(_Strict, ABC):
     # Names of the client's for its own books.
     user: str | None = None
     # Beyond the API, under the names that other servers use.
+    repetition_penalty: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=_UINT32_MAX)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -219,14 +222,22 @@ class GenerationBody(_Strict, ABC):
             raise BadBody("structured_outputs: not allowed beside response_format", param="structured_outputs")
         return inference_pb2.StructuredOutput(regex=self.structured_outputs.regex)
 
+    def echo_text(self, tokenizer: Tokenizer) -> str:
+        """What is to come before the text of each sample."""
+        return ""
+
     def _refused(self) -> Mapping[str, bool]:
         """Whether each field that the mesh cannot honour asks for something."""
-        return {
-            "n": self.n not in (None, 1),
-            "logit_bias": bool(self.logit_bias),
-            "presence_penalty": bool(self.presence_penalty),
-            "frequency_penalty": bool(self.frequency_penalty),
-        }
+        return {}
+
+    def _biases(self) -> dict[int, float]:
+        """By token id; JSON has them as strings."""
+        biases: dict[int, float] = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not re.fullmatch(r"[0-9]{1,9}", token):
+                raise BadBody(f"logit_bias: {token[:20]!r} is no token id", param="logit_bias")
+            biases[int(token)] = bias
+        return biases
 
     def to_request(self, request_id: str) -> inference_pb2.GenerateRequest:
         """The same as a request of the Inference service. Raises BadBody for what that cannot express."""
@@ -244,6 +255,10 @@ class GenerationBody(_Strict, ABC):
                 top_k=None if self.top_k in (-1, None) else self.top_k,
                 top_p=self.top_p,
                 seed=None if self.seed is None else self.seed & _UINT64_MASK,
+                logit_bias=self._biases(),
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
                 structured_output=self._form(),
             ),
             max_tokens=self._max_tokens(),
@@ -251,6 +266,7 @@ class GenerationBody(_Strict, ABC):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             num_logprobs=self.num_logprobs,
+            num_samples=self.n,
             cache_salt=(self.cache_salt or "").encode(),
         )
         self._set_prompt(request)
@@ -267,6 +283,7 @@ class ChatBody(GenerationBody):
             "prompt.chat": "messages",
             "prompt": "messages",
             "num_logprobs": "top_logprobs",
+            "num_samples": "n",
             **_FORM_NAMES,
         }
     )
@@ -317,7 +334,14 @@ class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
     field_names: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"prompt.text": "prompt", "prompt.tokens.token_ids": "prompt", "num_logprobs": "logprobs", **_FORM_NAMES}
+        {
+            "prompt.text": "prompt",
+            "prompt.tokens.token_ids": "prompt",
+            "num_logprobs": "logprobs",
+            "num_prompt_logprobs": "logprobs",
+            "num_samples": "n",
+            **_FORM_NAMES,
+        }
     )
 
     prompt: Annotated[JsonValue, BeforeValidator(_one_prompt)]
@@ -331,18 +355,30 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def _refused(self) -> Mapping[str, bool]:
-        own = {"echo": bool(self.echo), "best_of": self.best_of not in (None, 1), "suffix": bool(self.suffix)}
-        return {**super()._refused(), **own}
+        return {"best_of": self.best_of not in (None, 1), "suffix": bool(self.suffix)}
+
+    def echo_text(self, tokenizer: Tokenizer) -> str:
+        if not self.echo:
+            return ""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return tokenizer.decode(token for token in _token_ids(self.prompt) if token < tokenizer.vocab_size)
 
     def _set_prompt(self, request: inference_pb2.GenerateRequest) -> None:
         match self.prompt:
             case str(text):
                 request.text = text
-            case [*token_ids]:
+            case tokens:
                 request.tokens.SetInParent()
-                request.tokens.token_ids.extend(_token_id(index, value) for index, value in enumerate(token_ids))
-            case _:
-                raise BadBody("prompt: a string, or a list of token ids, required", param="prompt")
+                request.tokens.token_ids.extend(_token_ids(tokens))
+        if self.echo and self.logprobs is not None:
+            request.num_prompt_logprobs = self.logprobs
+
+
+def _token_ids(prompt: JsonValue) -> list[int]:
+    if not isinstance(prompt, list):
+        raise BadBody("prompt: a string, or a list of token ids, required", param="prompt")
+    return [_token_id(index, value) for index, value in enumerate(prompt)]
 
 
 def _token_id(index: int, value: JsonValue) -> int:

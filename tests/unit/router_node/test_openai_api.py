@@ -153,6 +153,62 @@ async def test_the_synchronous_client_completes_a_text(router: RunningRouter, de
     assert [bytes(request.token_ids) for request in decode.requests] == [b"hi"] * 3
 
 
+async def test_samples_are_choices_and_their_usage_adds_up(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    whole = await client.chat.completions.create(model="tiny", messages=HI, n=2, seed=5)
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(0, "abc"), (1, "abc")]
+    assert sorted(request.sampling.seed for request in decode.requests) == [5, 6]
+    assert whole.usage is not None
+    # The node says that its prompt had 3 tokens and its completion 2.
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 4)
+    stream = await client.completions.create(
+        model="tiny", prompt="hi", n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    usage = chunks.pop().usage
+    assert usage is not None
+    assert usage.total_tokens == 7
+    for index in range(2):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in own) == "abc"
+        assert [choice.finish_reason for choice in own][-1] == "stop"
+
+
+async def test_penalties_and_biases_reach_the_nodes(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    await client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        logit_bias={"7": -100},
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        extra_body={"repetition_penalty": 1.25},
+    )
+    sampling = decode.requests[0].sampling
+    assert dict(sampling.logit_bias) == {7: -100.0}
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.25)
+
+
+async def test_an_echo_is_the_prompt_before_each_text_with_its_log_probabilities(
+    client: openai.AsyncOpenAI, decode: FakeNode
+) -> None:
+    admitted = admitted_event()
+    admitted.admitted.prompt_logprobs.extend(_with_logprobs("i").tokens.tokens)
+    decode.script = [admitted, _with_logprobs("a"), finish_event()]
+    whole = await client.completions.create(model="tiny", prompt="hi", echo=True, logprobs=2)
+    logprobs = whole.choices[0].logprobs
+    assert whole.choices[0].text == "hia"
+    assert logprobs is not None
+    assert logprobs.tokens == ["h", "i", "a"]
+    assert logprobs.token_logprobs == [None, -0.5, -0.5]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert decode.requests[0].num_prompt_logprobs == 2
+    stream = await client.completions.create(model="tiny", prompt=[104, 105], echo=True, logprobs=2, stream=True)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert [chunk.text for chunk in chunks] == ["hi", "a", ""]
+    assert [chunk.logprobs.text_offset for chunk in chunks if chunk.logprobs] == [[0, 1], [2]]
+    decode.script = [tokens_event("a"), finish_event()]
+    assert (await client.completions.create(model="tiny", prompt="hi", echo=True)).choices[0].text == "hia"
+
+
 async def test_parts_roles_and_tools_reach_the_template(
     start_router: StartRouter, prefill: FakeNode, decode: FakeNode
 ) -> None:
@@ -263,7 +319,7 @@ EMPTY = openai.types.chat.chat_completion_chunk.ChoiceLogprobs(content=[])
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"messages": HI, "stop": [""]}, "stop[0]", "empty"),
         ({"messages": HI, "seed": 1.5}, "seed", "integer"),
-        ({"messages": HI, "n": 2}, "n", "not supported"),
+        ({"messages": HI, "n": 65}, "n", "1 to 64"),
         (
             {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}},
             "response_format.json_schema.schema",
@@ -277,8 +333,9 @@ EMPTY = openai.types.chat.chat_completion_chunk.ChoiceLogprobs(content=[])
             "response_format",
         ),
         ({"messages": HI, "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "end token"),
-        ({"messages": HI, "frequency_penalty": 1.0}, "frequency_penalty", "not supported"),
-        ({"messages": HI, "logit_bias": {"1": 5.0}}, "logit_bias", "not supported"),
+        ({"messages": HI, "frequency_penalty": 2.5}, "frequency_penalty", "[-2, 2]"),
+        ({"messages": HI, "logit_bias": {"257": 5.0}}, "logit_bias", "[0, 257)"),
+        ({"messages": HI, "logit_bias": {"a": 5.0}}, "logit_bias", "'a'"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"messages": HI, "colour": "red"}, "colour", "unknown field"),
         ({}, "messages", "required"),
@@ -305,7 +362,7 @@ async def test_a_bad_field_is_named_as_the_client_knows_it(
         ({"prompt": [257]}, "prompt"),
         ({"prompt": {}}, "prompt"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
 async def test_a_bad_field_of_a_completion_is_named(
