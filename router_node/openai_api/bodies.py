@@ -55,6 +55,8 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
     # Padding against eavesdroppers who know the sizes of packets: none is added.
     include_obfuscation: bool | None = None
+    # Usage in every chunk, which load generators ask for and do without: it comes in the last one all the same.
+    continuous_usage_stats: bool | None = None
 
 
 class TextPart(_Strict):
