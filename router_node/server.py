@@ -24,6 +24,7 @@ from node_runtime.rpc import (
     Telemetry,
     Transport,
     parse_address,
+    tls_files_of,
     transport_for,
 )
 from router_node.attendance import Attendance
@@ -36,7 +37,7 @@ from router_node.membership import Membership
 from router_node.node_follower import NodeFollower
 from router_node.node_pool import ComputeRole, NodePool
 from router_node.observations import Observations
-from router_node.openai_api import ApiParts, HttpServer, make_app
+from router_node.openai_api import ApiParts, HttpsContexts, HttpServer, make_app
 from router_node.otlp_receiver import add_otlp_services
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
@@ -220,7 +221,12 @@ class Router:
                 model_name=config.model_name(),
             )
         )
-        return HttpServer(make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host)
+        files, tls = tls_files_of(config), None
+        if files is not None:
+            tls = HttpsContexts(files, demands_client_certificate=config.demands_client_certificates).listening
+        return HttpServer(
+            make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host, tls=tls
+        )
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
@@ -242,11 +248,12 @@ class Router:
 
     async def start(self) -> None:
         """Listens and asks every node once; returns whether or not they answered. Raises PortInUse or BadConfig."""
+        config = self._config
         await self._server.start()
         if self._http is not None:
             await self._http.start()
-            _log.info("OpenAI-compatible API at http://%s/v1, live page at http://%s/ui", *[self.http_address] * 2)
-        config = self._config
+            base = f"{'https' if config.tls_cert else 'http'}://{self.http_address}"
+            _log.info("OpenAI-compatible API at %s/v1, live page at %s/ui", base, base)
         _log.info("model %s: vocab_size %d", config.model_name(), self._tokenizer.vocab_size)
         _log.info(
             "nodes: prefill %s, decode %s, fused %s", *map(_listing, (config.prefill, config.decode, config.fused))

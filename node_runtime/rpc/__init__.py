@@ -29,7 +29,7 @@ from node_runtime.rpc.telemetry import (
     current_trace_id,
     rpc_metadata,
 )
-from node_runtime.rpc.tls import TlsFiles, TlsTransport, transport_for
+from node_runtime.rpc.tls import TlsFiles, TlsTransport, tls_files_of, transport_for
 from node_runtime.rpc.transport import SocketTransport, Transport
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "remaining_s",
     "rpc_metadata",
     "status_of",
+    "tls_files_of",
     "transport_for",
     "watch_health",
 ]

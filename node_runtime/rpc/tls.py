@@ -125,11 +125,18 @@ class TlsTransport:
         return renewed
 
 
+def tls_files_of(config: NodeConfig) -> TlsFiles | None:
+    """The files that the configuration of a node names, None where it asks for no TLS."""
+    if not config.tls_cert:
+        return None
+    return TlsFiles(authority=Path(config.tls_ca), certificate=Path(config.tls_cert), key=Path(config.tls_key))
+
+
 def transport_for(config: NodeConfig) -> Transport:
     """What the configuration of a node asks for. Raises BadConfig when a file cannot be read."""
-    if not config.tls_cert:
+    files = tls_files_of(config)
+    if files is None:
         return SocketTransport()
-    files = TlsFiles(authority=Path(config.tls_ca), certificate=Path(config.tls_cert), key=Path(config.tls_key))
     return TlsTransport(
         files, server_name=config.tls_domain, demands_client_certificate=config.demands_client_certificates
     )

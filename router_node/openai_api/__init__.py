@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from router_node.openai_api.app import ApiParts, CallRunner, ShownToken, make_app
 from router_node.openai_api.server import HttpServer
+from router_node.openai_api.tls import HttpsContexts
 
-__all__ = ["ApiParts", "CallRunner", "HttpServer", "ShownToken", "make_app"]
+__all__ = ["ApiParts", "CallRunner", "HttpServer", "HttpsContexts", "ShownToken", "make_app"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 import time
 from typing import Final
 from wsgiref.handlers import format_date_time
@@ -32,8 +33,19 @@ _FAREWELL_S: Final = 1
 class HttpServer:
     """Serves from `start` to `stop`."""
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, advertise_host: str = "") -> None:
-        """Port 0 takes a free one. `advertise_host`: where clients reach this machine, if not at `host`."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        advertise_host: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Port 0 takes a free one. `advertise_host`: where clients reach this machine, if not at `host`. With `tls` it
+        speaks HTTPS.
+        """
+        self._tls = tls
         self._host = host
         self._port = port
         self._advertise_host = advertise_host
@@ -67,6 +79,7 @@ class HttpServer:
         self._port = self._socket.getsockname()[1]
         config = self._server.config
         config.load()
+        config.ssl = self._tls
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._socket])
 

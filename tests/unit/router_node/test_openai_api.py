@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 import pytest
 from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2
 from support.byte_tokenizer import make_tokenizer
+from support.certificates import MeshAuthority
 from unit.router_node.fakes import (
     EOS,
     FakeNode,
@@ -534,6 +536,30 @@ async def test_tenants_show_their_token_as_the_key_of_the_api(
         with pytest.raises(openai.RateLimitError, match="tenant ali already has 1 requests"):
             await ali.completions.create(model="tiny", prompt="hi")
         await stream.close()
+
+
+async def test_with_a_certificate_it_is_https_and_takes_a_new_one_when_that_comes(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path
+) -> None:
+    authority = MeshAuthority(tmp_path)
+    router = await start_router(prefill, decode, http="127.0.0.1:0", **authority.settings("router"))
+    host, port = router.router.http_address.split(":")
+    trusting = ssl.create_default_context(cafile=str(authority.path))
+
+    async def shown() -> object:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting, server_hostname="localhost")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 ")
+        certificate = writer.get_extra_info("peercert")
+        writer.close()
+        return certificate["serialNumber"]
+
+    first = await shown()
+    assert await shown() == first
+    authority.issue("router")
+    assert await shown() != first
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError, IndexError)):
+        await _raw(router, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
 
 
 async def test_the_model_is_listed(client: openai.AsyncOpenAI) -> None:
