@@ -224,9 +224,7 @@ class Router:
         files, tls = tls_files_of(config), None
         if files is not None:
             tls = HttpsContexts(files, demands_client_certificate=config.demands_client_certificates).listening
-        return HttpServer(
-            make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host, tls=tls
-        )
+        return HttpServer(make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host, tls=tls)
 
     def _make_routing(self) -> RoutingParts:
         config = self._config
