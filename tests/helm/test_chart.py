@@ -309,6 +309,8 @@ def test_selectors_find_the_pods_of_their_own_workload_alone(shape: str) -> None
         assert [name for name in labels if selects(selector, labels[name])] == [owner]
         # What a release changes must not be in a selector, which cannot be changed.
         assert set(selector["matchLabels"]) <= _SELECTOR_LABELS
+    # Nor may it replace a pod that it leaves as it is.
+    assert all(not {"helm.sh/chart", "app.kubernetes.io/version"} & set(each) for each in labels.values())
     assert len(budgets) == (0 if shape == "model in an image" else len(labels))
 
 

@@ -3,7 +3,8 @@
 {{- define "pdmesh.podMetadata" -}}
 {{- $root := .root -}}
 labels:
-  {{- include "pdmesh.labels" $root | nindent 2 }}
+  {{- /* No version: a chart that makes the same pods must not replace them. */}}
+  {{- include "pdmesh.selectorLabels" $root | nindent 2 }}
   {{- include "pdmesh.componentLabels" . | nindent 2 }}
   {{- range $key, $value := mergeOverwrite (deepCopy $root.Values.podLabels) (.values.podLabels | default dict) }}
   {{ $key }}: {{ $value | quote }}
