@@ -23,7 +23,6 @@ from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
-from node_runtime.engine.progress import watch_progress
 from node_runtime.engine.pulse import STALL_BOUND_S, EngineWatch
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
@@ -152,14 +151,14 @@ class DecodeNode:
         if self._receiving is not None:
             await self._receiving.membership.start()
 
-    async def watch_progress(self) -> None:
+    async def watch_liveness(self) -> None:
         """Keeps the liveness of the node true to its engine, until it is cancelled. Requires `start`."""
-        await watch_progress(
+        watch = EngineWatch(
             self.engine,
-            self._clock,
-            stall_timeout_s=self._config.stall_timeout_s,
-            set_alive=self._server.set_alive,
+            on_change=lambda: self._server.set_alive(not watch.is_stalled),
+            stall_bound_s=self._config.stall_timeout_s,
         )
+        await watch.run()
 
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
@@ -274,7 +273,7 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
         nodes.append(node)
         await node.start()
         telemetry.serve_metrics(config)
-        watches.append(asyncio.create_task(node.watch_progress()))
+        watches.append(asyncio.create_task(node.watch_liveness()))
         announce_ready(role=config.role_name, node_id=config.node_id, address=node.address)
 
     async def stop() -> None:

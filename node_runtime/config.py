@@ -249,7 +249,7 @@ class ComputeNodeConfig(NodeConfig):
         default=300.0,
         gt=0,
         le=86400,
-        description="How long one step may take before the liveness of the node fails. Seconds.",
+        description="How long the engine may stand still before the liveness of the node fails. Seconds.",
     )
     enable_prefix_cache: bool = Field(default=True, description="Reuse the cache of prompts with equal beginnings.")
     data_plane: DataPlaneName = Field(

@@ -17,7 +17,6 @@ from node_runtime.engine.delivery import deliver_on, feed_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
-from node_runtime.engine.progress import watch_progress
 from node_runtime.engine.pulse import STALL_BOUND_S, EngineWatch
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.probe import ProbeBuffer
@@ -58,7 +57,6 @@ class PrefillNode:
         may stand still before the node gives up what it has and serves nothing new.
         """
         clock = clock or SystemClock()
-        self._clock = clock
         data_plane = core.require_data_plane()
         self._config = config
         self._core = core
@@ -147,14 +145,14 @@ class PrefillNode:
         for line in self._core.describe():
             _log.info("%s", line)
 
-    async def watch_progress(self) -> None:
+    async def watch_liveness(self) -> None:
         """Keeps the liveness of the node true to its engine, until it is cancelled. Requires `start`."""
-        await watch_progress(
+        watch = EngineWatch(
             self.engine,
-            self._clock,
-            stall_timeout_s=self._config.stall_timeout_s,
-            set_alive=self._server.set_alive,
+            on_change=lambda: self._server.set_alive(not watch.is_stalled),
+            stall_bound_s=self._config.stall_timeout_s,
         )
+        await watch.run()
 
     async def stop(self) -> None:
         """Accepts nothing new, finishes what runs within the grace period, then leaves. Idempotent."""
@@ -201,7 +199,7 @@ async def serve(config: PrefillNodeConfig) -> int:
         nodes.append(node)
         await node.start()
         telemetry.serve_metrics(config)
-        watches.append(asyncio.create_task(node.watch_progress()))
+        watches.append(asyncio.create_task(node.watch_liveness()))
         announce_ready(role="prefill", node_id=config.node_id, address=node.address)
 
     async def stop() -> None:

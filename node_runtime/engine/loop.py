@@ -108,8 +108,8 @@ class NoHooks:
 
 
 class EngineLoop:
-    """Owns scheduler and executor. `post`, `snapshot`, `num_pulses`, `busy_since_s` and `stop` are safe from every
-    thread, the rest is not public.
+    """Owns scheduler and executor. `post`, `snapshot`, `num_pulses` and `stop` are safe from every thread, the rest is
+    not public.
     """
 
     def __init__(
@@ -151,7 +151,6 @@ class EngineLoop:
         self._stopping = False
         # What requests are told once the engine cannot go on.
         self._end: NodeError = InternalError("the engine of this node goes on")
-        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._snapshot = self._take_snapshot()
 
@@ -175,11 +174,6 @@ class EngineLoop:
     def num_pulses(self) -> int:
         """Grows with every command taken and every stage computed; stands still while the engine hangs or is idle."""
         return self._num_pulses
-
-    @property
-    def busy_since_s(self) -> float | None:
-        """When the iteration under way began; None while the thread sleeps. Safe from every thread."""
-        return self._busy_since_s
 
     def run_until_idle(self) -> None:
         """Works off the inbox and every plan that follows from it, on the caller's thread. For tests and simulation."""
@@ -220,19 +214,13 @@ class EngineLoop:
     # Commands.
 
     def _drain_inbox(self, *, wait: bool) -> None:
-        first = self._wait_for_command() if wait else None
-        self._busy_since_s = self._clock.now_s()
-        if first is not None:
-            self._handle(first)
+        if wait:
+            self._handle(self._inbox.get())
         while not self._inbox.empty():
             self._handle(self._inbox.get())
         self._snapshot = self._take_snapshot()
         self._tell_prefixes()
         self._flush()
-
-    def _wait_for_command(self) -> Command:
-        self._busy_since_s = None
-        return self._inbox.get()
 
     def _handle(self, command: Command) -> None:
         self._num_pulses += 1
