@@ -12,7 +12,7 @@ from pdmesh.v1 import inference_pb2
 from support.fake_mesh import Answer, FakeMesh, FakeNode
 from support.model_core import model_core
 from transformers import PreTrainedModel
-from unit.model_runtime.reference_models import random_prompt, reference_choices, save
+from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 from unit.model_runtime.tiny_models import TINY_MODELS
 
 from cache_runtime.recipes.spec import CacheFamily
@@ -33,8 +33,7 @@ class Pair:
         return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
 
     def assert_exact(self, prompt: list[int], token_ids: list[int]) -> None:
-        assert len(token_ids) == NUM_TOKENS
-        assert token_ids == reference_choices(self.reference, prompt, token_ids)
+        assert_greedy(self.reference, prompt, token_ids, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS)

@@ -13,6 +13,7 @@ from support.fake_mesh import Answer, FakeMesh, FakeNode, until
 from support.model_core import model_core
 from transformers import Gemma3ForCausalLM
 from unit.model_runtime import tiny_gemma3
+from unit.model_runtime.reference_models import assert_greedy
 
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 
@@ -60,7 +61,7 @@ async def test_exact_gemma3_disaggregated_equals_fused_equals_the_reference(
     disaggregated = await answer(mesh, decode, prefill, prompt)
     alone = await answer(mesh, fused, prefill, prompt)
     assert disaggregated.token_ids == alone.token_ids
-    assert disaggregated.token_ids == tiny_gemma3.reference_greedy(reference, prompt, NUM_TOKENS)
+    assert_greedy(reference, prompt, disaggregated.token_ids, NUM_TOKENS)
     assert disaggregated.finish.timings.transferred_blocks == num_blocks(num_tokens)
     for node in (prefill, decode, fused):
         await node.assert_all_blocks_return()
@@ -73,7 +74,7 @@ async def test_exact_gemma3_with_a_window_that_ships_only_its_tail(
     decode = await mesh.decode(prefill)
     prompt = tiny_gemma3.random_prompt(100, seed=3)
     told = await answer(mesh, decode, prefill, prompt)
-    assert told.token_ids == tiny_gemma3.reference_greedy(reference, prompt, NUM_TOKENS)
+    assert_greedy(reference, prompt, told.token_ids, NUM_TOKENS)
     # Thirteen blocks of the full group, two of the sliding one.
     assert told.finish.timings.transferred_blocks == 13 + 2
     plan = decode.core.executor.plan
@@ -87,7 +88,7 @@ async def test_exact_gemma3_after_prefix_hits_on_either_side(mesh: FakeMesh, ref
     shared = tiny_gemma3.random_prompt(5 * GRAIN, seed=4)
     await answer(mesh, decode, prefill, [*shared, 5], max_tokens=2)
     warm = await answer(mesh, decode, prefill, [*shared, 9, 8])
-    assert warm.token_ids == tiny_gemma3.reference_greedy(reference, [*shared, 9, 8], NUM_TOKENS)
+    assert_greedy(reference, [*shared, 9, 8], warm.token_ids, NUM_TOKENS)
     assert warm.finish.usage.cached.decode_device == 5 * GRAIN
     assert warm.finish.timings.transferred_blocks == num_blocks(5 * GRAIN + 2, 5 * GRAIN) == 2
     await decode.assert_all_blocks_return()
@@ -108,7 +109,7 @@ async def test_exact_gemma3_for_many_requests_in_arenas_of_two_sizes(
     ]
     answers = await asyncio.gather(*(answer(mesh, decode, prefill, prompt) for prompt in prompts))
     for prompt, told in zip(prompts, answers, strict=True):
-        assert told.token_ids == tiny_gemma3.reference_greedy(reference, prompt, NUM_TOKENS)
+        assert_greedy(reference, prompt, told.token_ids, NUM_TOKENS)
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
 

@@ -14,7 +14,7 @@ from support.fake_mesh import Answer, FakeMesh, FakeNode, until
 from support.model_core import model_core
 from transformers import Qwen3NextForCausalLM
 from unit.model_runtime import tiny_qwen3_next
-from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 
 from cache_runtime.transfer.engine import Run, TransferReport
 from cache_runtime.transfer.memory_engine import MemoryPeerLink
@@ -57,7 +57,7 @@ async def test_exact_qwen3_next_ships_the_rows_and_one_state_whatever_the_prompt
     decode = await mesh.decode(prefill)
     prompt = prompt_of(num_tokens, seed=1)
     told = await answer(mesh, decode, prefill, prompt)
-    assert told.token_ids == reference_greedy(reference, prompt, NUM_TOKENS)
+    assert_greedy(reference, prompt, told.token_ids, NUM_TOKENS)
     plan, num_row_blocks = decode.core.executor.plan, -(-num_tokens // GRAIN)
     assert told.finish.timings.transferred_bytes == (
         num_row_blocks * plan.group_layout("full").block_bytes + plan.group_layout("state").block_bytes
@@ -84,7 +84,7 @@ async def test_exact_qwen3_next_state_leaves_with_the_last_chunk_and_the_rows_be
     num_chunks = 5
     prompt = prompt_of(num_chunks * GRAIN, seed=2)
     told = await answer(mesh, decode, prefill, prompt)
-    assert told.token_ids == reference_greedy(reference, prompt, NUM_TOKENS)
+    assert_greedy(reference, prompt, told.token_ids, NUM_TOKENS)
     bytes_of = {field.field_id: field.block_bytes for field in plan.fields}
     rows = [bytes_of[f"layers.{layer}.k"] + bytes_of[f"layers.{layer}.v"] for layer in (1, 4)]
     states = {
@@ -105,7 +105,7 @@ async def test_exact_qwen3_next_after_prefix_hits_on_either_side(
     shared = prompt_of(5 * GRAIN, seed=4)
     await answer(mesh, decode, prefill, [*shared, 5], max_tokens=2)
     warm = await answer(mesh, decode, prefill, [*shared, 9, 8])
-    assert warm.token_ids == reference_greedy(reference, [*shared, 9, 8], NUM_TOKENS)
+    assert_greedy(reference, [*shared, 9, 8], warm.token_ids, NUM_TOKENS)
     assert warm.finish.usage.cached.decode_device == 5 * GRAIN
     assert warm.finish.timings.transferred_blocks == 1 + 1
     await decode.assert_all_blocks_return()
@@ -124,7 +124,7 @@ async def test_exact_qwen3_next_for_many_requests_in_arenas_of_two_sizes(
     prompts = [[*(shared if index % 2 else []), *prompt_of(5 + 4 * index, seed=index)] for index in range(10)]
     answers = await asyncio.gather(*(answer(mesh, decode, prefill, prompt) for prompt in prompts))
     for prompt, told in zip(prompts, answers, strict=True):
-        assert told.token_ids == reference_greedy(reference, prompt, NUM_TOKENS)
+        assert_greedy(reference, prompt, told.token_ids, NUM_TOKENS)
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
 

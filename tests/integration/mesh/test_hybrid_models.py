@@ -10,7 +10,7 @@ import pytest
 from pdmesh.v1 import decode_pb2, decode_pb2_grpc, inference_pb2
 from support.processes import NodeProcess, wait_until
 from transformers import PreTrainedModel
-from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 from unit.model_runtime.tiny_models import TINY_MODELS
 
 GRAIN = 16
@@ -67,7 +67,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_exact_over_the_real_data_plane(pair: Pair, num_tokens: int) -> None:
     prompt = random_prompt(num_tokens, num_tokens, pair.reference.config.vocab_size)
     tokens, finish = pair.generate(prompt)
-    assert tokens == reference_greedy(pair.reference, prompt, NUM_TOKENS)
+    assert_greedy(pair.reference, prompt, tokens, NUM_TOKENS)
     assert finish.timings.transferred_blocks == -(-num_tokens // GRAIN) + 1, "the rows, and one state"
 
 
@@ -75,7 +75,7 @@ def test_exact_after_a_prefix_hit_and_every_block_returns(pair: Pair) -> None:
     shared = random_prompt(3 * GRAIN, 5, pair.reference.config.vocab_size)
     for tail in ([5], [9, 8, 7]):
         tokens, finish = pair.generate([*shared, *tail])
-        assert tokens == reference_greedy(pair.reference, [*shared, *tail], NUM_TOKENS)
+        assert_greedy(pair.reference, [*shared, *tail], tokens, NUM_TOKENS)
     assert finish.usage.cached.decode_device == 3 * GRAIN
     for node in (pair.decode, pair.prefill):
         wait_until(lambda node=node: node.status().arena.active_lcm_blocks == 0, 20.0, f"{node.name} let go")

@@ -20,12 +20,14 @@ def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> torch.Ten
     return logits
 
 
-def reference_choices(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[int]:
-    """The reference's likeliest token behind the prompt and each beginning of the answer, all in one pass.
+def assert_greedy(reference: PreTrainedModel, prompt: list[int], answer: list[int], num_tokens: int) -> None:
+    """The answer is the reference's own greedy one, token for token.
 
-    An answer that equals them is the reference's own greedy one, token for token.
+    Read in one pass: each token is the likeliest one behind the prompt and what of the answer comes before it.
     """
-    return reference_logits(reference, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+    assert len(answer) == num_tokens
+    choices = reference_logits(reference, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1)
+    assert answer == choices.tolist()
 
 
 @torch.inference_mode()

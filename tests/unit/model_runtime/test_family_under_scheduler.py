@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedModel
 from unit.model_runtime.fused_run import FusedRun
-from unit.model_runtime.reference_models import random_prompt, reference_choices, save
+from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 from unit.model_runtime.tiny_models import TINY_MODELS
 
 from cache_runtime.recipes.spec import CacheFamily
@@ -47,10 +47,11 @@ class Pair:
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
 
-    def assert_exact(self, prompts: Mapping[str, list[int]], generated: Mapping[str, list[int]]) -> None:
+    def assert_exact(
+        self, prompts: Mapping[str, list[int]], generated: Mapping[str, list[int]], num_tokens: int
+    ) -> None:
         for request_id, prompt in prompts.items():
-            tokens = generated[request_id]
-            assert tokens == reference_choices(self.reference, prompt, tokens), request_id
+            assert_greedy(self.reference, prompt, generated[request_id], num_tokens)
 
     @property
     def has_states(self) -> bool:
@@ -70,7 +71,7 @@ def test_exact_requests_that_share_batches(pair: Pair, token_budget: int) -> Non
     run = FusedRun(pair.executor(), token_budget=token_budget)
     generated = run.generate(prompts, 20)
     assert run.num_mixed_batches > 0
-    pair.assert_exact(prompts, generated)
+    pair.assert_exact(prompts, generated, 20)
     run.assert_all_blocks_return()
 
 
@@ -79,7 +80,7 @@ def test_exact_after_a_prefix_hit(pair: Pair) -> None:
     run = FusedRun(pair.executor())
     run.generate({"first": [*shared, 5]}, 4)
     prompts = {"second": [*shared, 9, 8, 7]}
-    pair.assert_exact(prompts, run.generate(prompts, 20))
+    pair.assert_exact(prompts, run.generate(prompts, 20), 20)
     assert run.hit_tokens == {"first": 0, "second": 5 * GRAIN}
 
 
@@ -92,14 +93,14 @@ def test_exact_with_a_checkpoint_inside_the_last_chunk(pair: Pair) -> None:
     prompts = {"again": [*prompt[: 2 * GRAIN], 9, 8]}
     again = run.generate(prompts, 12)
     assert run.hit_tokens["again"] == 2 * GRAIN
-    pair.assert_exact({"first": prompt, **prompts}, first | again)
+    pair.assert_exact({"first": prompt, **prompts}, first | again, 12)
 
 
 def test_exact_in_an_arena_that_must_evict(pair: Pair) -> None:
     run = FusedRun(pair.executor_for(3, 42))
     for seed in range(4):
         prompts = {f"{seed} {index}": pair.prompt(30, seed=10 * seed + index) for index in range(3)}
-        pair.assert_exact(prompts, run.generate(prompts, 12))
+        pair.assert_exact(prompts, run.generate(prompts, 12), 12)
     run.assert_all_blocks_return()
 
 
@@ -111,7 +112,7 @@ def test_exact_though_requests_give_way_and_come_back(pair: Pair) -> None:
         run = FusedRun(pair.executor(num_lcm_blocks))
         run.start(prompts, 48, declares_length=False)
         generated = run.finish(prompts)
-        pair.assert_exact(prompts, generated)
+        pair.assert_exact(prompts, generated, 48)
         run.assert_all_blocks_return()
         if run.num_retractions > 0:
             return

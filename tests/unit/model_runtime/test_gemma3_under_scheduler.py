@@ -9,6 +9,7 @@ import pytest
 from transformers import Gemma3ForCausalLM
 from unit.model_runtime import tiny_gemma3
 from unit.model_runtime.fused_run import FusedRun
+from unit.model_runtime.reference_models import assert_greedy
 
 from cache_runtime.arena import CacheArena
 from cache_runtime.errors import CacheConfigError
@@ -41,7 +42,7 @@ def assert_exact(
     reference: Gemma3ForCausalLM, prompts: Mapping[str, list[int]], generated: Mapping[str, list[int]], num_tokens: int
 ) -> None:
     for request_id, prompt in prompts.items():
-        assert generated[request_id] == tiny_gemma3.reference_greedy(reference, prompt, num_tokens), request_id
+        assert_greedy(reference, prompt, generated[request_id], num_tokens)
 
 
 @pytest.mark.parametrize("token_budget", [3, 16])
