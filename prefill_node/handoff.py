@@ -19,9 +19,6 @@ import numpy as np
 from cache_runtime.transfer.engine import (
     LinkCrowded,
     TransferError,
-    TransferRefused,
-    TransferRevoked,
-    TransferTimeout,
 )
 from cache_runtime.transfer.peer_hasher import NodeHasher
 from node_runtime.clock import Clock
@@ -372,9 +369,8 @@ class PromptHandoff:
         if isinstance(error, LinkCrowded):
             self.give_up(LinkBusy(f"the link to decode node {self._peer.node_id} is crowded: {error.reason}"))
         elif isinstance(error, TransferError):
-            # Running out of time says nothing about the peer, and a refusal only that it took its grant back. A new
-            # link would break its other handoffs off.
-            if not isinstance(error, TransferTimeout | TransferRevoked | TransferRefused):
+            # A new link would break its other handoffs off.
+            if not error.spares_peer:
                 self._tools.peers.suspect(self._peer, str(error))
             self.give_up(TransferBroken(f"the data plane to decode node {self._peer.node_id} failed: {error}"))
         else:

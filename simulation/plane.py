@@ -11,10 +11,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from cache_runtime.transfer.engine import (
     NO_KEY,
@@ -37,6 +36,7 @@ from cache_runtime.transfer.engine import (
     always_wanted,
     failed_write,
 )
+from cache_runtime.transfer.permit_table import PermitTable
 from cache_runtime.transfer.regions import RegionSet, open_regions, rejection
 from simulation.dice import Dice
 from simulation.kernel import Process, World
@@ -159,7 +159,7 @@ class SimulatedPlane:
         self.regions = RegionSet()
         self._endpoint = endpoint
         self._is_closed = False
-        self._permits: dict[bytes, Spans] = {}
+        self._permits = PermitTable(nullcontext())
         self.num_refused_runs = 0
         network.add(self)
 
@@ -181,29 +181,11 @@ class SimulatedPlane:
 
     def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> Permit:
         del hashes  # bytes are read when they are compared
-        if self.kind is PlaneKind.ONE_SIDED:
-            return StandingPermit()
-        if key in self._permits:
-            raise ValueError("key: it has a live permit")
-        self._permits[key] = spans
-        return _Permit(self, key)
-
-    def revoke(self, key: bytes) -> None:
-        self._permits.pop(key, None)
+        return StandingPermit() if self.kind is PlaneKind.ONE_SIDED else self._permits.allow(key, spans)
 
     def permits(self, key: bytes, run: Run) -> bool:
         """Whether the receiver may place the run now; a one-sided plane is not asked."""
-        if self.kind is PlaneKind.ONE_SIDED:
-            return True
-        spans = self._permits.get(key)
-        if spans is None:
-            return False
-        # Spans of neighbouring blocks touch.
-        position, end = run.target_address, run.target_address + run.length_bytes
-        for begin, stop in spans[np.argsort(spans[:, 0])].tolist():
-            if begin <= position < stop:
-                position = stop
-        return position >= end
+        return self.kind is PlaneKind.ONE_SIDED or self._permits.holds(key, run)
 
     def open_peer(self, endpoint: str, regions: Sequence[Region]) -> _Link:
         targets = open_regions(regions)
@@ -222,20 +204,6 @@ class SimulatedPlane:
     @property
     def is_closed(self) -> bool:
         return self._is_closed
-
-
-class _Permit:
-    """`Permit` of a two-sided plane."""
-
-    def __init__(self, plane: SimulatedPlane, key: bytes) -> None:
-        self._plane = plane
-        self._key = key
-
-    def revoke(self) -> None:
-        self._plane.revoke(self._key)
-
-    def digests(self, blocks: Spans) -> bytes:
-        return StandingPermit().digests(blocks)
 
 
 class _Link:
@@ -266,7 +234,7 @@ class _Link:
         if self._plane.is_closed:
             return failed_write(EngineClosed(self.peer, "the engine is closed"))
         if self._failure is not None:
-            return failed_write(type(self._failure)(self.peer, self._failure.reason))
+            return failed_write(self._failure.again())
         reason = rejection(runs, self._plane.regions, self._regions)
         if reason is not None:
             return failed_write(TransferRejected(self.peer, reason))
@@ -305,7 +273,7 @@ class _Link:
     def _refusal(self, write: _Write) -> TransferError | None:
         """Why nothing more is posted. The first window is what the caller asked for just now."""
         if self._failure is not None:
-            return type(self._failure)(self.peer, self._failure.reason)
+            return self._failure.again()
         if write.num_posted and not write.is_wanted():
             return TransferRevoked(self.peer, "given up")
         if self._plane.process.world.now_s >= write.deadline_s:
@@ -381,6 +349,6 @@ class _Link:
             )
             write.future.set_result(report)
             return
-        if not isinstance(write.error, TransferTimeout | TransferRevoked | TransferRefused):
+        if not write.error.spares_peer:
             self._retire(write.error)
         write.future.set_exception(write.error)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -115,10 +115,20 @@ class TransferError(Exception):
     Unless it is a `LinkWedged`, nothing of the failed write is outstanding any more when this is raised.
     """
 
+    # Whether the peer and the link to it are as good as before.
+    spares_peer: ClassVar[bool] = False
+
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"{peer}: {reason}")
         self.peer = peer
         self.reason = reason
+
+    def again(self, progress: str = "") -> Self:
+        """A fresh error of the same reason, for one object must not be raised in two places.
+
+        `progress` says how far the write got that it ends.
+        """
+        return type(self)(self.peer, f"{self.reason}; {progress}" if progress else self.reason)
 
 
 class PeerUnreachable(TransferError):
@@ -132,9 +142,13 @@ class TransferRejected(TransferError):
 class TransferRefused(TransferError):
     """The receiver dropped runs that it had not granted at that instant. The link is sound and goes on."""
 
+    spares_peer = True
+
 
 class TransferTimeout(TransferError):
     """A write waited longer than it may for more of it to be posted; the rest was never sent."""
+
+    spares_peer = True
 
 
 class LinkCrowded(TransferTimeout):
@@ -143,6 +157,8 @@ class LinkCrowded(TransferTimeout):
 
 class TransferRevoked(TransferError):
     """The writer gave the write up before every run was posted; the rest was never sent."""
+
+    spares_peer = True
 
 
 class TransferFailed(TransferError):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ._native import digest_spans
 from .engine import (
     NO_KEY,
     NO_SPANS,
@@ -36,7 +35,8 @@ from .engine import (
     always_wanted,
     failed_write,
 )
-from .regions import RegionSet, check_permit, joined, open_regions, rejection
+from .permit_table import PermitTable, TablePermit
+from .regions import RegionSet, check_permit, open_regions, rejection
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class MemoryEngine:
     ) -> None:
         self.kind = kind
         self.num_refused_runs = 0
-        self._grants: dict[bytes, RegionSet] = {}
+        self._permits = PermitTable(fabric.changed)
         self._fabric = fabric
         self._clock = clock
         self._pid = os.getpid()
@@ -166,29 +166,15 @@ class MemoryEngine:
         with self._fabric.changed:
             self._regions = self._regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> MemoryPermit:
+    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> TablePermit:
         del hashes  # nothing is gained by it where all memory is one process's
         self.check_usable()
         check_permit(key, spans, self._regions)
-        regions = joined(spans)
-        with self._fabric.changed:
-            if key in self._grants:
-                raise ValueError("key: it has a live grant already")
-            self._grants[key] = regions
-        return MemoryPermit(self, key, regions)
-
-    def end_grant(self, key: bytes, regions: RegionSet) -> None:
-        with self._fabric.changed:
-            if self._grants.get(key) is regions:
-                del self._grants[key]
+        return self._permits.allow(key, spans)
 
     def takes(self, key: bytes, run: Run) -> bool:
         """Whether a run may land here now; counts those that may not. The caller holds the fabric's `changed`."""
-        if self.kind is PlaneKind.ONE_SIDED:
-            return True
-        granted = self._grants.get(key)
-        region = Region(base_address=run.target_address, num_bytes=run.length_bytes)
-        if granted is not None and granted.covers(region):
+        if self.kind is PlaneKind.ONE_SIDED or self._permits.holds(key, run):
             return True
         self.num_refused_runs += 1
         return False
@@ -307,10 +293,9 @@ class MemoryEngine:
 
     def _finish(self, write: _Write, error: TransferError | None) -> None:
         if error is not None:
-            # Running out of time says nothing about the peer, and a refusal says that it is well.
-            if not isinstance(error, TransferTimeout | TransferRefused):
+            if not error.spares_peer:
                 write.link.retire(error)
-            write.future.set_exception(type(error)(error.peer, error.reason))
+            write.future.set_exception(error.again())
             return
         write.future.set_result(
             TransferReport(
@@ -320,21 +305,6 @@ class MemoryEngine:
                 landed_at_s=self._clock(),
             )
         )
-
-
-class MemoryPermit:
-    """`Permit` of a memory engine."""
-
-    def __init__(self, engine: MemoryEngine, key: bytes, regions: RegionSet) -> None:
-        self._engine = engine
-        self._key = key
-        self._regions = regions
-
-    def revoke(self) -> None:
-        self._engine.end_grant(self._key, self._regions)
-
-    def digests(self, blocks: Spans) -> bytes:
-        return digest_spans(blocks)
 
 
 class MemoryPeerLink:
@@ -366,7 +336,7 @@ class MemoryPeerLink:
         try:
             self._engine.check_usable()
             if self.failure is not None:
-                return failed_write(type(self.failure)(self._peer, self.failure.reason))
+                return failed_write(self.failure.again())
             reason = rejection(runs, self._engine.regions, self._targets)
             if reason is not None:
                 return failed_write(TransferRejected(self._peer, reason))

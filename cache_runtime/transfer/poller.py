@@ -122,8 +122,8 @@ class SendingLink:
             self.failure = error
 
     def refusal(self) -> TransferError | None:
-        """A fresh error with the reason of the failure; one exception object must not be raised in two places."""
-        return None if self.failure is None else type(self.failure)(self.peer, self.failure.reason)
+        """The reason of the failure."""
+        return None if self.failure is None else self.failure.again()
 
     def accept(self, write: PostedWrite) -> None:
         self._writes.append(write)

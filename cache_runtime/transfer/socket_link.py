@@ -148,10 +148,9 @@ class SocketPeerLink:
             self._owner.forget(self)
 
     def _check_failure(self) -> None:
-        """Raises a fresh error with the reason of the failure: one object must not be raised in two places."""
-        failure = self._failure
-        if failure is not None:
-            raise type(failure)(self._peer, failure.reason)
+        """Raises the reason of the failure."""
+        if self._failure is not None:
+            raise self._failure.again()
 
     def _checked_table(self, runs: Sequence[Run], key: bytes) -> RunTable:
         if len(key) != KEY_BYTES:
@@ -221,7 +220,7 @@ class SocketPeerLink:
             writes = tuple(self._writes.values())
             self._writes.clear()
         for write in writes:
-            write.future.set_exception(type(error)(error.peer, error.reason))
+            write.future.set_exception(error.again())
 
     def _finish(self, ending: Ending) -> None:
         with self._lock:
@@ -256,7 +255,7 @@ class SocketPeerLink:
             case Outcome.TIMED_OUT:
                 return TransferTimeout(self._peer, f"{progress}, and nothing more was taken within {write.timeout_s} s")
             case Outcome.GIVEN_UP if not write.is_given_up and self._failure is not None:
-                return type(self._failure)(self._peer, f"{self._failure.reason}; {progress}")
+                return self._failure.again(progress)
             case Outcome.GIVEN_UP:
                 return TransferRevoked(self._peer, f"no longer wanted; {progress}")
             case _:
