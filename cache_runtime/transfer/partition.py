@@ -84,8 +84,13 @@ def merge_neighbours(table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Rows (source, target, length), ascending on the target's side: those that touch on both sides as one row."""
     if len(table) < 2:
         return table
-    ends = table[:, :2] + table[:, 2:]
-    is_start = np.concatenate(([True], (table[1:, :2] != ends[:-1]).any(axis=1)))
+    sources, targets, lengths = table.T
+    is_start = np.ones(len(table), dtype=np.bool_)
+    is_start[1:] = sources[1:] != sources[:-1] + lengths[:-1]
+    is_start[1:] |= targets[1:] != targets[:-1] + lengths[:-1]
+    if bool(is_start.all()):
+        # As of pieces of blocks, of which there are many.
+        return table
     merged = table[is_start]
     merged[:, 2] = np.add.reduceat(table[:, 2], np.flatnonzero(is_start))
     return merged
