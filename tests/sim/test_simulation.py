@@ -58,7 +58,8 @@ def test_every_request_is_answered_when_nothing_fails() -> None:
 def test_the_same_seeds_give_the_same_transcripts_in_another_process() -> None:
     code = (
         "from simulation.run import simulate; from simulation.drawing import draw_scenario; "
-        "print('\\n'.join(line for seed in (3, 17) for line in simulate(draw_scenario(seed), is_verbose=True).lines))"
+        "runs = [simulate(draw_scenario(seed), is_verbose=True) for seed in (3, 17)]; "
+        "print('\\f'.join('\\n'.join(run.lines) for run in runs))"
     )
     told = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
