@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from pdmesh_cli.client_types import (
     GenerateOptions,
     Placement,
     Prompt,
+    PromptLogprobs,
     Token,
 )
 from pdmesh_cli.identity import Identity
@@ -46,6 +47,21 @@ def schema_text(path: Path | None, regex: str | None) -> str | None:
         raise BadConfig(f"json_schema: cannot read {path}: {error}") from None
 
 
+def biases_of(given: Sequence[str]) -> dict[int, float]:
+    """Biases written as TOKEN=BIAS. Raises BadConfig for others, and for a token that comes twice."""
+    biases: dict[int, float] = {}
+    for item in given:
+        token_id, _, bias = item.partition("=")
+        try:
+            number, value = int(token_id), float(bias)
+        except ValueError:
+            raise BadConfig(f'logit_bias: "{item}" given, a token id, "=" and a number required') from None
+        if number < 0 or number in biases:
+            raise BadConfig(f"logit_bias: token {number} is below 0 or given twice")
+        biases[number] = value
+    return biases
+
+
 def prompt_of(text: str, *, chat: bool, system: str | None) -> Prompt:
     """Plain text, or one user turn behind an optional system turn."""
     if not chat:
@@ -61,8 +77,9 @@ async def stream_answer(
     *,
     timeout_s: float,
     on_delta: Callable[[Delta], None],
+    on_prompt: Callable[[PromptLogprobs], None] = lambda told: None,
 ) -> Answer:
-    """Streams one answer into `on_delta`. Raises PdmeshError."""
+    """Streams one answer into `on_delta`, and what the prompt was worth into `on_prompt`. Raises PdmeshError."""
     placement: Placement | None = None
     finish: Finish | None = None
     async with aclosing(client.generate(prompt, options, timeout_s=timeout_s)) as events:
@@ -70,6 +87,8 @@ async def stream_answer(
             match event:
                 case Placement():
                     placement = event
+                case PromptLogprobs():
+                    on_prompt(event)
                 case Delta():
                     on_delta(event)
                 case Finish():
@@ -92,10 +111,16 @@ async def run_generate(
 ) -> None:
     """Carries out the command. Raises PdmeshError."""
     async with AsyncPdmeshClient(router, identity=identity) as client:
-        if as_json:
-            completion = await client.complete(prompt, options, timeout_s=timeout_s)
-            out.file.write(completion_json(completion) + "\n")
+        num_samples = options.num_samples or 1
+        if as_json or num_samples > 1:
+            completions = await client.complete_all(prompt, options, timeout_s=timeout_s)
+            for completion in completions:
+                if as_json:
+                    out.file.write(completion_json(completion) + "\n")
+                else:
+                    _print_sample(completion, options, out, err)
             return
+        prompt_tokens: list[Token] = []
         tokens: list[Token] = []
         has_text = False
 
@@ -107,15 +132,23 @@ async def run_generate(
             out.file.flush()
 
         try:
-            answer = await stream_answer(client, prompt, options, timeout_s=timeout_s, on_delta=show)
+            answer = await stream_answer(
+                client,
+                prompt,
+                options,
+                timeout_s=timeout_s,
+                on_delta=show,
+                on_prompt=lambda told: prompt_tokens.extend(told.tokens),
+            )
         except BaseException:
             # What is said about the failure begins on a line of its own.
             if has_text:
                 end_line(out)
             raise
     end_line(out)
+    _print_logprobs(prompt_tokens, "prompt", err)
     if options.num_logprobs is not None:
-        _print_logprobs(tokens, err)
+        _print_logprobs(tokens, "token", err)
     # Only a person at a terminal is served by lines that are broken to its width.
     err.print(request_report(answer.placement, answer.finish), soft_wrap=not err.is_terminal)
 
@@ -130,15 +163,26 @@ def completion_json(completion: Completion) -> str:
     content = {
         "text": completion.text,
         "tokens": [asdict(token) for token in completion.tokens],
+        "prompt_tokens": [asdict(token) for token in completion.prompt_tokens],
         "placement": asdict(completion.placement),
         "finish": {**asdict(completion.finish), "reason": completion.finish.reason.value},
     }
     return json.dumps(content, ensure_ascii=False)
 
 
-def _print_logprobs(tokens: list[Token], err: Console) -> None:
+def _print_sample(completion: Completion, options: GenerateOptions, out: Console, err: Console) -> None:
+    """One of several answers, behind a line that says which."""
+    out.file.write(f"[{completion.finish.index}]\n{completion.text}\n")
+    out.file.flush()
+    _print_logprobs(completion.prompt_tokens, "prompt", err)
+    if options.num_logprobs is not None:
+        _print_logprobs(completion.tokens, "token", err)
+    err.print(request_report(completion.placement, completion.finish), soft_wrap=not err.is_terminal)
+
+
+def _print_logprobs(tokens: Sequence[Token], word: str, err: Console) -> None:
     for token in tokens:
         if token.logprob is None:
             continue
         others = "  ".join(f"{other.token_id}: {other.logprob:.4f}" for other in token.top_logprobs)
-        err.print(f"token {token.token_id:>6}  {token.logprob:9.4f}   {others}".rstrip(), highlight=False)
+        err.print(f"{word} {token.token_id:>6}  {token.logprob:9.4f}   {others}".rstrip(), highlight=False)

@@ -318,8 +318,25 @@ def _generate(
         list[str] | None, typer.Option(metavar="<str>", help="End before this text. May be repeated.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")] = False,
+    num_samples: Annotated[
+        int | None, typer.Option(help="Answers, which differ in their seeds: seed, seed + 1, ... Default: 1.")
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens of the answer. Default: 0.")] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Against tokens of the answer, by their number. Default: 0.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Against tokens of prompt and answer; divides their logits. Default: 1.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<token=bias>", help="Add this to the logit of a token. May be repeated."),
+    ] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="Print log-probabilities of each token and of this many alternatives.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="Likewise of each token of the prompt, which is then computed whole.")
     ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="<file>", help="Answer in JSON that the schema in this file allows.")
@@ -327,7 +344,9 @@ def _generate(
     regex: Annotated[
         str | None, typer.Option(help="Answer in text that matches this regular expression as a whole.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer as one JSON object, each sample on a line.")
+    ] = False,
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="<float>", help="Deadline of the answer. Seconds.")
     ] = 600,
@@ -338,7 +357,7 @@ def _generate(
     tls_server_name: TlsServerName = None,
 ) -> None:
     """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
-    from pdmesh_cli.generate import prompt_of, run_generate, schema_text
+    from pdmesh_cli.generate import biases_of, prompt_of, run_generate, schema_text
 
     text = sys.stdin.read() if prompt == "-" else prompt
     out, err = Console(), Console(stderr=True, highlight=False)
@@ -352,7 +371,13 @@ def _generate(
             seed=seed,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
+            num_samples=num_samples,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=biases_of(logit_bias or ()),
             num_logprobs=logprobs,
+            num_prompt_logprobs=prompt_logprobs,
             json_schema=schema_text(json_schema, regex),
             regex=regex,
         )

@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,17 @@ class EchoRouter:
         if request.sampling.temperature < 0:
             raise InvalidRequest("temperature: must be >= 0, got -1")
         text = request.text or request.chat.messages[-1].content
+        for index in range(request.num_samples or 1):
+            for response in self._sample(text, tells_prompt=request.HasField("num_prompt_logprobs") and not index):
+                response.index = index
+                yield response
+
+    def _sample(self, text: str, *, tells_prompt: bool) -> Iterator[inference_pb2.GenerateResponse]:
         placement = inference_pb2.Placement(request_id="r", decode_node="decode-0", prefill_node="prefill-0")
         yield inference_pb2.GenerateResponse(placement=placement)
+        if tells_prompt:
+            told = inference_pb2.PromptLogprobs(tokens=[inference_pb2.SampledToken(token_id=8, logprob=-1.5)])
+            yield inference_pb2.GenerateResponse(prompt_logprobs=told)
         for piece in (text[:2], text[2:]):
             token = inference_pb2.SampledToken(token_id=5, logprob=-0.25)
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=piece, tokens=[token]))
@@ -107,6 +116,30 @@ async def test_generate_prints_one_json_object_when_asked(router: tuple[EchoRout
     result = await asyncio.to_thread(_run, "generate", "Hello", "--json", "--logprobs", "0", "--router", address)
     answer = json.loads(result.stdout)
     assert (answer["text"], answer["finish"]["reason"], answer["tokens"][0]["logprob"]) == ("Hello", "length", -0.25)
+
+
+async def test_generate_prints_each_sample_behind_its_number(router: tuple[EchoRouter, str]) -> None:
+    servicer, address = router
+    wishes = ("--presence-penalty", "0.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.25")
+    biases = ("--logit-bias", "5=-1.5", "--logit-bias", "7=2")
+    command = ("generate", "Hello", "--router", address, "--num-samples", "2", *wishes, *biases)
+    result = await asyncio.to_thread(_run, *command, "--prompt-logprobs", "0")
+    assert (result.exit_code, result.stdout) == (0, "[0]\nHello\n[1]\nHello\n")
+    assert result.stderr.count("prompt      8    -1.5000") == 1
+    assert result.stderr.count("ended at the length limit") == 2
+    sampling = servicer.request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.25)
+    assert dict(sampling.logit_bias) == {5: -1.5, 7: 2.0}
+    told = await asyncio.to_thread(_run, *command, "--json")
+    assert [json.loads(line)["finish"]["index"] for line in told.stdout.splitlines()] == [0, 1]
+
+
+@pytest.mark.parametrize("given", [("5",), ("x=1",), ("5=",), ("-1=2",), ("5=1", "5=2")])
+def test_generate_refuses_a_bias_that_is_none(given: tuple[str, ...]) -> None:
+    flags = [part for item in given for part in ("--logit-bias", item)]
+    result = _run("generate", "x", "--router", "127.0.0.1:1", *flags)
+    assert result.exit_code == 2
+    assert "logit_bias: " in result.stderr
 
 
 async def test_generate_ends_in_one_line_when_the_router_refuses(router: tuple[EchoRouter, str]) -> None:
