@@ -256,7 +256,8 @@ class RoutedRequest:
         with self._parts.telemetry.span(span_names.SPAN_PLACE) as span:
             try:
                 choice = wanted or self._choose(self._retries.penalties)
-                span.set_all(choice.explanation())
+                if wanted is None:
+                    span.set_all(choice.explanation())
             except NoUsableNode:
                 self._parts.discovery.wake()
                 raise

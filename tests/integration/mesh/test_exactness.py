@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support import prompts
 from support.mesh import Answer, Client, Mesh
-from support.reference import Reference, assert_same_greedy_tokens
+from support.reference import TIE, Reference, assert_same_greedy_tokens
 
 NUM_TOKENS = 64
 
@@ -93,6 +94,35 @@ def test_exact_llama_sampled_with_a_seed_disaggregated_equals_fused(mesh: Mesh, 
     assert {name: answer.token_ids for name, answer in ours.items()} == {
         name: answer.token_ids for name, answer in theirs.items()
     }
+
+
+def test_exact_llama_samples_are_what_requests_of_their_own_get_on_a_fused_node(mesh: Mesh, fused_mesh: Mesh) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.5, "logit_bias": {40: 2.0}, "seed": 21}
+    fields = {"text": prompts.TEXTS["short"], "max_tokens": 24, "ignore_eos": True}
+    samples: dict[int, list[int]] = {}
+    for response in mesh.client.start(sampling=sampling, num_samples=3, **fields):
+        samples.setdefault(response.index, []).extend(token.token_id for token in response.delta.tokens)
+    for index in range(3):
+        alone = fused_mesh.client.generate(sampling={**sampling, "seed": 21 + index}, **fields)
+        assert samples[index] == alone.token_ids
+    assert samples[0] != samples[1]
+
+
+def test_exact_llama_prompt_logprobs_are_those_of_the_reference(mesh: Mesh, reference: Reference) -> None:
+    token_ids = prompts.token_prompt(90)
+    for _ in range(2):
+        # The second time the prompt is in every cache.
+        (told,) = (
+            response.prompt_logprobs.tokens
+            for response in mesh.client.start(token_ids=token_ids, max_tokens=1, num_prompt_logprobs=0)
+            if response.HasField("prompt_logprobs")
+        )
+        assert [token.token_id for token in told] == token_ids
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([token_ids])).logits[0]
+        expected = torch.log_softmax(logits.double(), -1)
+        for position, token in enumerate(told[1:], start=1):
+            assert token.logprob == pytest.approx(float(expected[position - 1, token.token_id]), abs=TIE)
 
 
 def test_different_seeds_give_different_text(mesh: Mesh) -> None:
