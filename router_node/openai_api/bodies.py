@@ -15,9 +15,10 @@ from types import MappingProxyType
 from typing import Annotated, ClassVar, Final, Literal, TypeVar
 
 from pdmesh.v1 import inference_pb2
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from model_runtime.text.tokenizer import Tokenizer
+from router_node.openai_api.chat_messages import Message, StrictModel, Tool
 from router_node.openai_api.failures import BadBody
 
 _UINT32_MAX: Final = 2**32 - 1
@@ -40,16 +41,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _as_parts(value: object) -> object:
-    """A string stands for one part of text."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     """How a stream is told."""
 
     include_usage: bool | None = None
@@ -59,82 +51,7 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
-class TextPart(_Strict):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Function(_Strict):
-    """A tool that the model may call, as its template takes it: `parameters` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-
-
-class Tool(_Strict):
-    """One of `tools`."""
-
-    type: Literal["function"]
-    function: Function
-
-    def to_json(self) -> str:
-        return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False)
-
-
-class CalledFunction(_Strict):
-    """Which function a model called. `arguments` are JSON text in the API, and values for templates."""
-
-    name: str
-    arguments: str
-
-    def for_template(self) -> dict[str, JsonValue]:
-        try:
-            arguments: JsonValue = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            # A model that does not write JSON is shown what it wrote.
-            arguments = self.arguments
-        return {"name": self.name, "arguments": arguments}
-
-
-class ToolCall(_Strict):
-    """One of the calls that an earlier turn of the model made."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-    def to_json(self) -> str:
-        call = {"id": self.id, "type": self.type, "function": self.function.for_template()}
-        return json.dumps(call, ensure_ascii=False)
-
-
-class Message(_Strict):
-    """One turn of a chat. What roles there are and what the turns may hold is for the service to say."""
-
-    role: str
-    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    # What clients send back of an answer that they got.
-    refusal: None = None
-
-    def to_proto(self) -> inference_pb2.ChatMessage:
-        return inference_pb2.ChatMessage(
-            # What newer clients call the one that instructs.
-            role="system" if self.role == "developer" else self.role,
-            content="\n".join(part.text for part in self.content or ()),
-            tool_calls_json=[call.to_json() for call in self.tool_calls or ()],
-            tool_call_id=self.tool_call_id or "",
-            name=self.name or "",
-        )
-
-
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(StrictModel):
     """A schema with a name of the client's. It is always kept, `strict` or not."""
 
     name: str
@@ -143,7 +60,7 @@ class JsonSchemaFormat(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(StrictModel):
     """The form that an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -162,13 +79,13 @@ class ResponseFormat(_Strict):
         return None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(StrictModel):
     """Forms beyond the API, under the name that another server gives them."""
 
     regex: str
 
 
-class GenerationBody(_Strict, ABC):
+class GenerationBody(StrictModel, ABC):
     """What both ways to ask for text have in common."""
 
     field_names: ClassVar[Mapping[str, str]]
