@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 import openai
@@ -82,6 +83,31 @@ async def test_the_callers_trace_and_request_id_go_on_to_the_nodes(
     assert decode.requests[0].request_id == "mine"
     assert answer.headers["x-request-id"] == "mine"
     assert answer.headers["date"].endswith("GMT")
+
+
+async def test_where_clients_must_show_a_certificate_those_without_one_hear_nothing(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path
+) -> None:
+    authority = MeshAuthority(tmp_path)
+    router = await start_router(
+        prefill, decode, http="127.0.0.1:0", client_certificates=True, **authority.settings("router")
+    )
+    host, port = router.router.http_address.split(":")
+
+    async def answer(context: ssl.SSLContext) -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
+        try:
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            return await asyncio.wait_for(reader.read(), 20)
+        finally:
+            writer.close()
+
+    context = ssl.create_default_context(cafile=str(authority.path))
+    # Whether the client sees the alert or the end of the connection first is chance.
+    with suppress(ssl.SSLError, ConnectionError):
+        assert await answer(context) == b""
+    context.load_cert_chain(*authority.issue("operator"))
+    assert (await answer(context)).startswith(b"HTTP/1.1 ")
 
 
 async def test_with_a_certificate_it_is_https_and_takes_a_new_one_when_that_comes(
