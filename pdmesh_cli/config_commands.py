@@ -32,6 +32,7 @@ ROLE_CONFIGS: Mapping[str, type[NodeConfig]] = {
     for config_type in (RouterConfig, PrefillNodeConfig, DecodeNodeConfig, FusedNodeConfig)
 }
 HIDDEN = "***"
+_MAX_ALIGNED = 48
 _MUST_AGREE = ("dtype", "prefix_granularity", "weight_version")
 TAKES_ROLE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that leaves the options of a role to `resolve_arguments`."""
@@ -114,7 +115,7 @@ def effective_values(resolved: Resolved[NodeConfig]) -> str:
         elif has_own_syntax(field) and isinstance(value, int):
             value = format_size(value) if _reads_back(value) else value
         lines.append((f"{name}: {_yaml_scalar(value)}", origin))
-    width = max(len(text) for text, _ in lines)
+    width = min(_MAX_ALIGNED, max(len(text) for text, _ in lines))
     document = [f"{ROLE_KEY}: {config.role_name}", *(f"{text:<{width}}  # {origin}" for text, origin in lines)]
     return "\n".join(document) + "\n"
 
