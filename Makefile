@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image clean
+.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,9 @@ TARGET ?= node
 image: ## build the container image (TARGET=router for the small one; IMAGE=name, BUILDER=buildah|podman|docker, BUILD_ARGS)
 	@test -n "$(BUILDER)" || { echo "make image: none of buildah, podman and docker is installed" >&2; exit 1; }
 	@$(BUILDER) build -f Containerfile --target $(TARGET) -t $(IMAGE) $(BUILD_ARGS) .
+
+test-image: setup ## run what the chart renders in containers of IMAGE (needs podman)
+	@PDMESH_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/helm/test_containers.py
 
 clean: ## remove everything that was built
 	rm -rf .venv build
