@@ -11,6 +11,7 @@ import difflib
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +112,9 @@ def parse_config_file(path: Path) -> dict[str, object]:
         # Its own text quotes the line, which may hold a secret.
         mark = error.problem_mark
         place = f" in line {mark.line + 1}" if mark else ""
-        raise BadConfig(f"config file {path}: {error.context or ''} {error.problem or ''}{place}") from None
-    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        what = " ".join(filter(None, (error.context, error.problem)))
+        raise BadConfig(f"config file {path}: {what}{place}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise BadConfig(f"config file {path}: {error}") from None
     if content is None:
         return {}
@@ -130,7 +132,17 @@ def parse_config_file(path: Path) -> dict[str, object]:
 def _parse(text: str, suffix: str) -> object:
     if suffix == ".toml":
         return tomllib.loads(text)
-    return json.loads(text) if suffix == ".json" else yaml.load(text, Loader=_StrictLoader)
+    if suffix == ".json":
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Raises ValueError for a key that is given twice."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f'key "{key}" is given twice')
+    return dict(pairs)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -139,12 +151,13 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f'key "{key_node.value}" is given twice', key_node.start_mark
                 )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
+            seen.add(key_node.value)
         return dict(super().construct_mapping(node, deep))
 
 

@@ -59,7 +59,9 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
         ("c.yaml", "role: decode\nmodel: m\n", "role: 'decode' given, this is a tool"),
         ("c.yaml", "- a\n", "the top level must map keys to values, found list"),
         ("c.yaml", "a: [\n", "while parsing"),
+        ("c.yaml", "? [a]\n: 1\n", "found unhashable key in line 1"),
         ("c.json", "{", "config file"),
+        ("c.json", '{"port": 1, "port": 2}', 'key "port" is given twice'),
         ("c.toml", "port = 1\nport = 2\n", "config file"),
     ],
 )
