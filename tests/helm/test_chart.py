@@ -217,13 +217,14 @@ def test_nodes_are_listed_where_they_can_be_reached(tmp_path: Path) -> None:
         return [f"{name}-{index}.{name}.serving.svc.cluster.local:7700" for index in range(count)]
 
     router = dict(next(config for config in configs.values() if config.role_name == "router"))
-    # The pool that scales is listed as large as it may get.
-    prefill = {*addresses("prefill", "large", 2), *addresses("prefill", "small", 3)}
-    assert set(router["prefill"]) == prefill
+    # Routers resolve the name of the pool that scales; decode nodes begin with those of its nodes that there always are.
+    (small,) = addresses("prefill", "small", 1)
+    large = addresses("prefill", "large", 2)
+    assert set(router["prefill"]) == {*large, f"dns:{small.split('.', 1)[1]}"}
     assert set(router["decode"]) == {*addresses("decode", "default", 1), *addresses("decode", "wide", 2)}
     assert set(router["fused"]) == set(addresses("fused", "spare", 1))
     decode = configs["mesh-pdmesh-decode-wide-0"]
-    assert set(dict(decode)["prefill"]) == prefill
+    assert set(dict(decode)["prefill"]) == {*large, small}
     assert f"{decode.advertise_host}:7700" in router["decode"]
 
 

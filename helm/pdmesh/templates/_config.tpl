@@ -22,11 +22,11 @@
 {{- $_ := set $own "http" (printf "%s:%d" $host (int $root.Values.ports.http)) -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" "fused" -}}
-{{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role) | fromJson).items -}}
+{{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role "resolved" true) | fromJson).items -}}
 {{- end -}}
 {{- end -}}
 {{- if eq .role "decode" -}}
-{{- $_ := set $own "prefill" (include "pdmesh.addresses" (dict "root" $root "role" "prefill") | fromJson).items -}}
+{{- $_ := set $own "prefill" (include "pdmesh.addresses" (dict "root" $root "role" "prefill" "resolved" false) | fromJson).items -}}
 {{- end -}}
 {{- if has .role (list "prefill" "decode") -}}
 {{- $_ := set $own "data_plane_port" (int $root.Values.ports.dataPlane) -}}

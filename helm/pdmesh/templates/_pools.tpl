@@ -1,32 +1,36 @@
 {{/* The pools as they are after defaults, and the addresses of their nodes. */}}
 
-{{/* All pools as JSON: a list of {role, pool, name, replicas, maxReplicas, values}. */}}
+{{/* All pools as JSON: a list of {role, pool, name, leastReplicas, values}. */}}
 {{- define "pdmesh.pools" -}}
 {{- $root := . -}}
 {{- $pools := list -}}
 {{- range $role := list "prefill" "decode" "fused" -}}
 {{- range $pool, $own := (get $root.Values (printf "%sPools" $role)) -}}
 {{- $values := mergeOverwrite (deepCopy $root.Values.poolDefaults) (deepCopy ($own | default dict)) -}}
-{{- $replicas := int $values.replicas -}}
-{{- $most := $replicas -}}
-{{- if $values.autoscaling.enabled -}}{{- $most = int $values.autoscaling.maxReplicas -}}{{- end -}}
+{{- $least := int (ternary $values.autoscaling.minReplicas $values.replicas $values.autoscaling.enabled) -}}
 {{- $name := include "pdmesh.poolName" (dict "root" $root "role" $role "pool" $pool) -}}
-{{- $pools = append $pools (dict "role" $role "pool" $pool "name" $name "replicas" $replicas "maxReplicas" $most "values" $values) -}}
+{{- $pools = append $pools (dict "role" $role "pool" $pool "name" $name "leastReplicas" $least "values" $values) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "items" $pools | toJson -}}
 {{- end -}}
 
-{{/* Where nodes of one role can be reached, as JSON: {"items": [host:port]}. With autoscaling, all that there may ever be. */}}
+{{/* Where the nodes of one role can be reached, as JSON: {"items": [host:port]}. Of a pool that scales those that there always are;
+with "resolved", which is for routers, the name that stands for all of its nodes. */}}
 {{- define "pdmesh.addresses" -}}
 {{- $root := .root -}}
 {{- $role := .role -}}
 {{- $addresses := list -}}
 {{- range $entry := (include "pdmesh.pools" $root | fromJson).items -}}
 {{- if eq $entry.role $role -}}
-{{- range $index := until (int $entry.maxReplicas) -}}
 {{- $domain := include "pdmesh.poolDomain" (dict "root" $root "name" $entry.name) -}}
-{{- $addresses = append $addresses (printf "%s-%d.%s:%d" $entry.name $index $domain (int $root.Values.ports.grpc)) -}}
+{{- $port := int $root.Values.ports.grpc -}}
+{{- if and $.resolved $entry.values.autoscaling.enabled -}}
+{{- $addresses = append $addresses (printf "dns:%s:%d" $domain $port) -}}
+{{- else -}}
+{{- range $index := until (int $entry.leastReplicas) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%s:%d" $entry.name $index $domain $port) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
