@@ -217,7 +217,7 @@ def test_nodes_are_listed_where_they_can_be_reached(tmp_path: Path) -> None:
         return [f"{name}-{index}.{name}.serving.svc.cluster.local:7700" for index in range(count)]
 
     router = dict(next(config for config in configs.values() if config.role_name == "router"))
-    # Routers resolve the name of the pool that scales; decode nodes begin with those of its nodes that there always are.
+    # Routers resolve the name of the pool that scales; decode nodes begin with the nodes that it always has.
     (small,) = addresses("prefill", "small", 1)
     large = addresses("prefill", "large", 2)
     assert set(router["prefill"]) == {*large, f"dns:{small.split('.', 1)[1]}"}

@@ -70,11 +70,15 @@ def test_the_extras_that_are_installed_exist() -> None:
     assert set(extras[0].split(",")) < set(_PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_image_has_the_system_libraries_that_setup_installs() -> None:
+def test_the_stages_have_the_debian_packages_that_setup_installs() -> None:
     setup = (_ROOT / "tools" / "setup.sh").read_text(encoding="utf-8")
-    libraries = set(re.findall(r"\|\| echo (lib\w+)$", setup, re.MULTILINE))
-    assert libraries >= {"libibverbs1", "libnuma1", "libcurl4"}
+    function = setup.split("missing_packages() {")[1].split("\n}")[0]
+    needed = set(re.findall(r"\|\| echo (\S+)$", function, re.MULTILINE)) - {"libgtest-dev"}
+    assert needed >= {"g++", "cmake", "make", "libxxhash-dev", "libibverbs1", "libnuma1", "libcurl4", "python3.11"}
+    libraries = {package for package in needed if package.startswith("lib") and not package.endswith("-dev")}
     assert libraries <= _installed_packages(("base", "node"))
+    assert needed - libraries - {"python3.11"} <= _installed_packages(("build",))
+    assert "python3.11" in _installed_packages(("base",))
     assert not _installed_packages(("base", "node", "router")) & _installed_packages(("build",)) - {"ca-certificates"}
 
 
