@@ -47,7 +47,7 @@ class CostRates:
     # How long a stream holds its memory.
     residence_s: float = 10.0
     # What a second of computing costs those who come behind, beside the request that it is for.
-    work_weight: float = 2.0
+    work_weight: float = 4.0
     # How far a node's share of the work may exceed the mean before it counts, and what the rest counts for.
     share_slack: float = 0.25
     share_weight: float = 0.1
