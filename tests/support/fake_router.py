@@ -38,7 +38,14 @@ class FakeRouter:
         self, *, prefill: list[FakeNode], decode: list[FakeNode], vocab_size: int = VOCAB_SIZE, **settings: object
     ) -> None:
         addresses = {"prefill": [node.address for node in prefill], "decode": [node.address for node in decode]}
-        values = {"model": "fake.gguf", "idle_poll_interval_s": 600, "drain_grace_s": 0, **addresses, **settings}
+        # Tests count on turns, whatever is cached where.
+        own = {
+            "model": "fake.gguf",
+            "idle_poll_interval_s": 600,
+            "drain_grace_s": 0,
+            "placement_policy": "least_loaded",
+        }
+        values = {**own, **addresses, **settings}
         self.router = Router(
             RouterConfig.model_validate(values),
             make_tokenizer(vocab_size=vocab_size, context_tokens=256),

@@ -23,7 +23,9 @@ async def test_prompts_come_back_to_where_they_are_cached(mesh: FakeMesh) -> Non
     decode = [await mesh.decode(*prefill), await mesh.decode(*prefill)]
     await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peers")
     nodes = [*prefill, *decode]
-    async with FakeRouter(prefill=prefill, decode=decode, follow_interval_s=0.01) as router:
+    async with FakeRouter(
+        prefill=prefill, decode=decode, placement_policy="cache_aware", follow_interval_s=0.01
+    ) as router:
         index = router.router._observations.index
         num_computed_tokens = []
         for round_number in range(3):
