@@ -315,9 +315,8 @@ class ReferenceScheduler:
             return "quarantined"
         return "cached" if all(child.owners == [INDEX] for child in children) else "active"
 
-    def describe(self) -> str:
-        """The dump, line for line as the native one."""
-        gauges = self.gauges()
+    def describe(self, gauges: Gauges) -> str:
+        """The dump, line for line as the native one. `gauges` are those of now."""
         lines = [
             f"role {self.shape.role.value} prefix_granularity {self.shape.prefix_granularity}",
             f"lcm_blocks total={gauges.total_lcm_blocks} empty={gauges.empty_lcm_blocks}"

@@ -157,8 +157,8 @@ class SideBySide:
 
     def compare(self) -> None:
         require_sound(self.model.books)
-        require_equal("describe", self.native.describe(), self.model.describe())
         capacity, gauges = self.native.capacity(), self.model.gauges()
+        require_equal("describe", self.native.describe(), self.model.describe(gauges))
         for each in fields(Gauges):
             require_equal(f"capacity.{each.name}", getattr(capacity, each.name), getattr(gauges, each.name))
         require_equal("can_clear", self.native.can_clear(), self.model.can_clear())
