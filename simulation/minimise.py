@@ -8,7 +8,7 @@ from dataclasses import replace
 from simulation.run import Outcome, simulate
 from simulation.scenario import Request, Scenario
 
-_MAX_RUNS = 200
+_MAX_RUNS = 120
 
 
 def minimise(outcome: Outcome) -> Outcome:

@@ -119,24 +119,29 @@ def _first_read(kind: CacheLayerType, num_tokens: int) -> int:
 def expected_tokens(kind: ModelKind, prompt: Sequence[int], num_tokens: int, seed: int) -> list[int]:
     """What a node generates whose cache is right."""
     layers = _LAYERS[kind]
-    columns: list[list[bytes]] = [[] for _ in layers]
+    # Per layer: the newest row or state, and the bytes of all keys and of all values.
+    newest, keys, values = [b""] * len(layers), [bytearray() for _ in layers], [bytearray() for _ in layers]
+    position = 0
 
     def append(token: int) -> None:
-        for layer, column in enumerate(columns):
-            column.append(_advance(layer, token, len(column), column[-1] if column else b""))
+        nonlocal position
+        for layer, previous in enumerate(newest):
+            row = newest[layer] = _advance(layer, token, position, previous)
+            keys[layer] += row[:_HALF_ROW_BYTES]
+            values[layer] += row[_HALF_ROW_BYTES:]
+        position += 1
 
     for token in prompt:
         append(token)
     generated: list[int] = []
     while len(generated) < num_tokens:
-        parts: list[bytes] = []
-        for layer, column in zip(layers, columns, strict=True):
+        parts: list[bytes | bytearray] = []
+        for index, layer in enumerate(layers):
             if layer is CacheLayerType.STATE:
-                parts.append(column[-1])
+                parts.append(newest[index])
             else:
-                rows = column[_first_read(layer, len(column)) :]
-                parts.append(b"".join(row[:_HALF_ROW_BYTES] for row in rows))
-                parts.append(b"".join(row[_HALF_ROW_BYTES:] for row in rows))
+                begin = _first_read(layer, position) * _HALF_ROW_BYTES
+                parts += (keys[index][begin:], values[index][begin:])
         generated.append(_pick(b"".join(parts), seed))
         append(generated[-1])
     return generated

@@ -48,6 +48,7 @@ class Meddled(NamedTuple):
 
 Meddler: TypeAlias = Callable[[str, str, str, Frame], Meddled | None]
 """Asked about every frame: name of the sender, name of the receiver, method of the call, frame."""
+_Way: TypeAlias = tuple[str, str]
 Tracer: TypeAlias = Callable[[str, str, str, Frame], None]
 
 
@@ -68,7 +69,7 @@ class Network:
         self._blocked: set[tuple[str, str]] = set()
         self._slow_s: dict[str, float] = {}
         self._ends: list[_End] = []
-        self._remembered: list[tuple[str, str, int, bytes]] = []
+        self._remembered: list[tuple[_Way, int, bytes]] = []
         self.meddler: Meddler | None = None
         self.tracer: Tracer | None = None
 
@@ -110,45 +111,38 @@ class Network:
 
     # For the ends.
 
-    def is_blocked(self, source: Process, target: Process) -> bool:
-        return (source.name, target.name) in self._blocked
+    def is_blocked(self, way: _Way) -> bool:
+        return way in self._blocked
 
     def is_unresponsive(self, here: Process, peer: Process) -> bool:
         """Whether `here` gets no answer to a ping of `peer`."""
-        return peer.is_stopped or self.is_blocked(here, peer) or self.is_blocked(peer, here)
+        return peer.is_stopped or self.is_blocked((here.name, peer.name)) or self.is_blocked((peer.name, here.name))
 
     def is_listening(self, name: str) -> bool:
         """Whether a process of that host takes connections."""
         return any(listener.process.name == name for listener in self._listeners.values())
 
-    def latency_s(self, source: Process, target: Process) -> float:
-        extra_s = self._extra_latency_s + self._slow_s.get(source.name, 0.0) + self._slow_s.get(target.name, 0.0)
-        dice = self._dice.of("latency", source.name, target.name)
-        return dice.uniform(*_LATENCY_S) + extra_s * dice.random()
+    def latency_s(self, way: _Way) -> float:
+        source, target = way
+        draw, slow_s = self._dice.of("latency", source, target).random, self._slow_s
+        extra_s = self._extra_latency_s
+        if slow_s:
+            extra_s += slow_s.get(source, 0.0) + slow_s.get(target, 0.0)
+        least_s, most_s = _LATENCY_S
+        return least_s + (most_s - least_s) * draw() + extra_s * draw()
 
     def keepalive_s(self, process: Process) -> float:
         return self._dice.of("keepalive", process.name).uniform(*_KEEPALIVE_S)
 
-    def trace(self, source: Process, target: Process, method: str, frame: Frame) -> None:
-        if self.tracer is not None:
-            self.tracer(source.name, target.name, method, frame)
-
-    def meddle(self, source: Process, target: Process, method: str, frame: Frame) -> Meddled | None:
-        return None if self.meddler is None else self.meddler(source.name, target.name, method, frame)
-
-    def remember(self, source: Process, target: Process, frame: Data) -> None:
+    def remember(self, way: _Way, frame: Data) -> None:
         """Messages of handoffs, so that late ones can be made."""
-        self._remembered.append((source.name, target.name, frame.call_id, frame.data))
+        self._remembered.append((way, frame.call_id, frame.data))
         del self._remembered[:-_MAX_REMEMBERED]
 
-    def recall(self, source: Process, target: Process, frame: Data) -> bytes | None:
+    def recall(self, way: _Way, frame: Data) -> bytes | None:
         """A message that was sent the same way on an earlier call."""
-        known = [
-            data
-            for source_name, target_name, call_id, data in self._remembered
-            if (source_name, target_name) == (source.name, target.name) and call_id != frame.call_id
-        ]
-        return self._dice.of("recall", source.name, target.name).choice(known) if known else None
+        known = [data for known_way, call_id, data in self._remembered if known_way == way and call_id != frame.call_id]
+        return self._dice.of("recall", *way).choice(known) if known else None
 
     # For the wires.
 
@@ -157,12 +151,14 @@ class Network:
     ) -> None:
         listener = self._listeners.get(address)
         if listener is None:
-            process.call_later(self.latency_s(process, process), on_end, "connection refused")
+            process.call_later(self.latency_s((process.name, process.name)), on_end, "connection refused")
             return
-        if self.is_blocked(process, listener.process) or self.is_blocked(listener.process, process):
+        way = (process.name, listener.process.name)
+        if self.is_blocked(way) or self.is_blocked(way[::-1]):
             return  # the packets are lost; the caller's connect timeout ends it
         near, far = _End(self, process), _End(self, listener.process)
-        near.peer, far.peer = far, near
+        near.join(far)
+        far.join(near)
         near.receiver = receiver
         self._ends += (near, far)
 
@@ -170,7 +166,7 @@ class Network:
             far.receiver = listener.accept(far)
             far.confirm(on_end)
 
-        listener.process.call_later(self.latency_s(process, listener.process), accept)
+        listener.process.call_later(self.latency_s(way), accept)
 
     def listen(self, process: Process, address: str, accept: Callable[[Connection], Receiver]) -> None:
         if address in self._listeners:
@@ -225,6 +221,7 @@ class _End:
         self._network = network
         self.process = process
         self.peer: _End = self
+        self._way: _Way = (process.name, process.name)
         self.receiver: Receiver | None = None
         self.is_open = True
         self._last_delivery_s = 0.0
@@ -234,25 +231,31 @@ class _End:
         self._is_watching = False
         self._has_vanished = False
 
+    def join(self, peer: _End) -> None:
+        """Makes `peer` the other end."""
+        self.peer = peer
+        self._way = (self.process.name, peer.process.name)
+
     # Connection.
 
     def send(self, frame: Frame) -> None:
         if not self.is_open:
             return
-        method = self._method_of(frame)
-        self._network.trace(self.process, self.peer.process, method, frame)
-        meddled = self._network.meddle(self.process, self.peer.process, method, frame)
+        network, method = self._network, self._method_of(frame)
+        if network.tracer is not None:
+            network.tracer(*self._way, method, frame)
+        meddled = None if network.meddler is None else network.meddler(*self._way, method, frame)
         delay_s = 0.0
         if method == HANDOFF_METHOD and isinstance(frame, Data):
             # What opens a stream comes first, and on no other.
             is_first = frame.call_id not in self._started
             self._started.add(frame.call_id)
             if meddled is not None and meddled.kind is Meddling.REPLAY and not is_first:
-                old = self._network.recall(self.process, self.peer.process, frame)
+                old = network.recall(self._way, frame)
                 if old is not None:
                     self._transmit(Data(frame.call_id, old))
             if not is_first:
-                self._network.remember(self.process, self.peer.process, frame)
+                network.remember(self._way, frame)
             if meddled is not None and meddled.kind is Meddling.DUPLICATE:
                 self._transmit(frame)
         if meddled is not None and meddled.kind is Meddling.BREAK:
@@ -315,13 +318,13 @@ class _End:
         return self._methods.get(frame.call_id, "")
 
     def _transmit(self, frame: Frame, delay_s: float = 0.0) -> None:
-        if self._network.is_blocked(self.process, self.peer.process):
+        if self._network.is_blocked(self._way):
             self._stalled.append(frame)
             self.watch()
         elif self.peer._has_vanished:
             # A machine that was started again knows nothing of the connection and says so.
             if self._network.is_listening(self.peer.process.name):
-                self.process.call_later(self._network.latency_s(self.process, self.peer.process), self.fail, _RESET)
+                self.process.call_later(self._network.latency_s(self._way), self.fail, _RESET)
             else:
                 self.watch()
         else:
@@ -330,7 +333,7 @@ class _End:
             self._deliver_later(frame, delay_s)
 
     def _tell_peer(self, reason: str) -> None:
-        if self._network.is_blocked(self.process, self.peer.process):
+        if self._network.is_blocked(self._way):
             self._stalled.append(_Broken(reason))
             self.peer.watch()
         else:
@@ -338,7 +341,7 @@ class _End:
 
     def _deliver_later(self, item: Frame | _Connected | _Broken, delay_s: float) -> None:
         process = self.process
-        at_s = process.world.now_s + self._network.latency_s(process, self.peer.process) + delay_s
+        at_s = process.world.now_s + self._network.latency_s(self._way) + delay_s
         self._last_delivery_s = at_s = max(at_s, self._last_delivery_s)
         self.peer.process.call_at(at_s, self.peer.take, item)
 

@@ -246,13 +246,14 @@ class _Simulation:
 
     def _judge_leftovers(self) -> None:
         """No coroutine outlives what it was there for."""
-        # On every compute node the stream by which the router watches its health and the watch of its engine, on
-        # prefill nodes another stream per decode node. On decode nodes a watcher, what it waits for and that stream,
-        # per prefill node; on the router the first two for discovery, and a watcher per node with their parent.
-        allowed = dict.fromkeys(self.scenario.prefill_names, 2 + len(self.scenario.decode_names))
-        allowed |= dict.fromkeys(self.scenario.decode_names, 2 + 3 * len(self.scenario.prefill))
-        allowed |= dict.fromkeys(self.scenario.fused_names, 2)
-        allowed[ROUTER] = 3 + len(self.compute)
+        scenario = self.scenario
+        # On every compute node the watch of its engine and the stream by which the router follows it, on prefill nodes
+        # one more stream for each decode node; on decode nodes a watcher and what it follows, per prefill node; on the
+        # router discovery, and a watcher per node.
+        allowed = dict.fromkeys(scenario.prefill_names, 2 + len(scenario.decode))
+        allowed |= dict.fromkeys(scenario.decode_names, 2 + 2 * len(scenario.prefill))
+        allowed |= dict.fromkeys(scenario.fused_names, 2)
+        allowed[ROUTER] = 1 + len(self.compute)
         for name, num_allowed in allowed.items():
             process = self.hosts[name].process
             # A poll may be under way: it takes less than this.

@@ -94,7 +94,7 @@ def keep_the_permit(patch: Patch) -> None:
 
 def ignore_checksums(patch: Patch) -> None:
     """Every transfer is as it was sent."""
-    patch.setattr(TransferVerifier, "find_damage", lambda self, groups, checksums: "")
+    patch.setattr(TransferVerifier, "find_damage", lambda self, *arguments: "")
 
 
 def trust_a_stale_hit(patch: Patch) -> None:
@@ -187,10 +187,8 @@ def send_before_it_is_computed(patch: Patch) -> None:
 
     def on_admitted(self, plan) -> None:
         original(self, plan)
-        for row in self._rows:
-            row.prompt.num_computed_tokens = [row.end_token for _ in row.prompt.num_computed_tokens]
-            for delivery in row.prompt.deliveries:
-                self._push(row.prompt, delivery, range(len(self._stages)))
+        for stage in range(len(self._stages)):
+            self.on_stage(stage, plan)
 
     patch.setattr(PrefillSender, "on_admitted", on_admitted)
 
@@ -310,17 +308,17 @@ class Trace:
 PLANTED: Mapping[Callable[[Patch], None], Trace] = MappingProxyType(
     {
         skip_the_fence: Trace("stray write", 0),
-        forget_what_is_in_flight: Trace("stray write", 1),
+        forget_what_is_in_flight: Trace("stray write", 0),
         outlive_the_lease: Trace("stray write", 97),
         keep_the_permit: Trace("stray write", 37),
-        free_on_cancel: Trace("stray write", 1),
+        free_on_cancel: Trace("stray write", 0),
         end_quarantine_with_the_stream: Trace("stray write", 58),
         trust_a_stale_hit: Trace("early done", 0),
         reuse_a_handoff_id: Trace("status", 0),
         take_messages_of_other_handoffs: Trace("status", 309),
         say_done_before_the_last_write: Trace("early done", 0),
         ignore_checksums: Trace("wrong text", 341),
-        leak_on_abort: Trace("leak", 1),
+        leak_on_abort: Trace("leak", 0),
         lose_the_last_quiesced: Trace("leak", 0),
         retry_with_another_seed: Trace("wrong text", 43),
         trim_the_wrong_end: Trace("wrong text", 0),
@@ -330,7 +328,7 @@ PLANTED: Mapping[Callable[[Patch], None], Trace] = MappingProxyType(
         compute_a_local_prompt_elsewhere: Trace("no recovery", 2),
         count_what_a_retraction_left: Trace("usage", 393),
         mix_up_a_mixed_batch: Trace("wrong text", 1),
-        serve_the_newest_first: Trace("overtaken", 8),
+        serve_the_newest_first: Trace("overtaken", 0),
         forget_to_mirror_aborts: Trace("fatal", 3),
         cut_off_what_runs_on_a_drain: Trace("cut off", 78),
         accept_work_while_draining: Trace("cut off", 198),
