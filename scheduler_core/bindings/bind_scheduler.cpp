@@ -72,8 +72,9 @@ void BindSpec(nb::module_& module) {
 }
 
 void BindCapacity(nb::module_& module) {
-  nb::class_<GroupOccupancy>(module, "GroupOccupancy",
-                             "What one group has of the parents of the device; an empty parent belongs to no group.")
+  nb::class_<GroupOccupancy>(
+      module, "GroupOccupancy",
+      "What one group has of the parents of the device; an empty parent belongs to no group.")
       .def_ro("lcm_blocks", &GroupOccupancy::lcm_blocks)
       .def_ro("cached_lcm_blocks", &GroupOccupancy::cached_lcm_blocks, "held by the prefix cache alone")
       .def_ro("taken_blocks", &GroupOccupancy::taken_blocks, "cache blocks that somebody holds");
