@@ -1,4 +1,4 @@
-"""What placement is worth: 4 prefill and 4 decode nodes, and 8 fused ones, under a trace and every policy.
+"""What placement is worth: 4 prefill and 4 decode nodes under a trace and every policy, and other roles of 8 machines.
 
 Nodes are simulated in virtual time around the native schedulers (`placement/`), the placement is the router's own. A
 trace is paced so that prefill nodes without any cache would be busy for the given share of the time. Without traces a
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from placement.costs import Machine, percentile
@@ -89,8 +90,12 @@ def _measure(report: Report, name: str, requests: Sequence[TracedRequest], cache
             min(_p99_ms(other) for other in others) if is_ours else None,
         )
         _add_rows(report, f"{case}, 4+4, {policy}", outcome, goals)
-    fused = MeshShape(num_fused=2 * NUM_NODES, node_blocks=cache_blocks // NUM_NODES, machine=machine)
-    _add_rows(report, f"{case}, 8 fused, cache_aware", _run(fused, "cache_aware", trace), (None, None, None))
+    # The same machines in other roles.
+    for shape_name, shape in (
+        ("6+2", replace(disaggregated, num_prefill=6, num_decode=2)),
+        ("8 fused", replace(disaggregated, num_prefill=0, num_decode=0, num_fused=8)),
+    ):
+        _add_rows(report, f"{case}, {shape_name}, cache_aware", _run(shape, "cache_aware", trace), (None, None, None))
 
 
 def _run(shape: MeshShape, policy: PolicyName, trace: Sequence[TracedRequest]) -> Outcome:
