@@ -20,6 +20,7 @@ from reference_model.values import (
     Gauges,
     GroupShape,
     LoadDone,
+    Occupancy,
     Plan,
     Role,
     SchedulerShape,
@@ -288,8 +289,15 @@ class ReferenceScheduler:
             num_waiting=sum(request.phase in HOLDS_NOTHING for request in live),
             num_running=sum(request.phase not in HOLDS_NOTHING + HAS_ENDED for request in live),
             num_live_requests=len(live),
+            groups=[self.occupancy(group) for group in range(len(self.shape.groups))],
             **self.host_gauges(),
         )
+
+    def occupancy(self, group: int) -> Occupancy:
+        blocks = self.books.coordinator.pool.of_group(group)
+        in_use = {block.lcm_block for block in blocks if block.owners != [INDEX]}
+        bound = {block.lcm_block for block in blocks}
+        return Occupancy(lcm_blocks=len(bound), cached_lcm_blocks=len(bound - in_use), taken_blocks=len(blocks))
 
     def host_gauges(self) -> dict[str, int]:
         tiers = self.books.coordinator.tiers

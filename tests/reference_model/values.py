@@ -199,6 +199,15 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """What a group has of the parents of the device."""
+
+    lcm_blocks: int
+    cached_lcm_blocks: int
+    taken_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """Each parent is in exactly one of the four counts behind the total."""
 
@@ -210,6 +219,7 @@ class Gauges:
     num_waiting: int
     num_running: int
     num_live_requests: int
+    groups: list[Occupancy]
     total_host_lcm_blocks: int
     empty_host_lcm_blocks: int
     active_host_lcm_blocks: int

@@ -26,7 +26,7 @@ from reference_model import (
     require_sound,
 )
 from reference_model.scheduler import AnyEvent
-from reference_model.values import Admission, Handover, LoadOperation, RemotePrefill, StoreOperation
+from reference_model.values import Admission, Handover, LoadOperation, Occupancy, RemotePrefill, StoreOperation
 
 import scheduler_core as sc
 
@@ -160,7 +160,7 @@ class SideBySide:
         capacity, gauges = self.native.capacity(), self.model.gauges()
         require_equal("describe", self.native.describe(), self.model.describe(gauges))
         for each in fields(Gauges):
-            require_equal(f"capacity.{each.name}", getattr(capacity, each.name), getattr(gauges, each.name))
+            require_equal(f"capacity.{each.name}", listed(getattr(capacity, each.name)), getattr(gauges, each.name))
         require_equal("can_clear", self.native.can_clear(), self.model.can_clear())
         for request in self.model.books.requests:
             tables = [table.tolist() for table in self.native.block_tables(request.request_id)]
@@ -268,6 +268,12 @@ def listed(value: object) -> object:
             return value.operation_id, value.is_pinned, value.copies.tolist(), value.keys
         case sc.LoadOperation():
             return value.operation_id, value.reads_storage.tolist(), value.copies.tolist(), value.keys
+        case sc.GroupOccupancy():
+            return Occupancy(
+                lcm_blocks=value.lcm_blocks,
+                cached_lcm_blocks=value.cached_lcm_blocks,
+                taken_blocks=value.taken_blocks,
+            )
         case sc.Handover():
             return Handover(value.request_id, value.token)
         case sc.Admission():

@@ -35,7 +35,7 @@ from reference_model import (
 from reference_model.group_policies import Boundary, Completed, Tier
 from reference_model.retraction import Resolution
 from reference_model.rounds import Round
-from reference_model.values import Admission, Handover, RemotePrefill
+from reference_model.values import Admission, Handover, Occupancy, RemotePrefill
 
 import scheduler_core as sc
 
@@ -175,6 +175,7 @@ def test_a_prompt_whose_hits_are_scattered_over_many_parents_starts_without_them
     [
         (sc.Plan, Plan),
         (sc.Capacity, Gauges),
+        (sc.GroupOccupancy, Occupancy),
         (sc.RemotePrefill, RemotePrefill),
         (sc.Handover, Handover),
         (sc.Admission, Admission),
