@@ -28,7 +28,7 @@ test: setup ## run all tests, those in C++ under ASan and UBSan
 # priority, it takes what those leave of the processors. Its output is shown in one piece.
 beside-%:
 	@mkdir -p build
-	@MAKEFLAGS= nice -n 19 $(MAKE) --no-print-directory $* >build/$*.log 2>&1; status=$$?; cat build/$*.log; exit $$status
+	@nice -n 19 $(MAKE) --no-print-directory $* >build/$*.log 2>&1; status=$$?; cat build/$*.log; exit $$status
 
 test-cpp: test-tsan
 	@mkdir -p build
