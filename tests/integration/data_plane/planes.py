@@ -7,6 +7,7 @@ really landed; it does as it is told line by line. A memory peer is an engine of
 from __future__ import annotations
 
 import contextlib
+import os
 import ctypes
 import json
 import mmap
@@ -252,6 +253,8 @@ class ProcessPeer(Peer):
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        # The signal is on its way; what it is sent until all its threads stand still may yet be taken.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def kill(self) -> None:
         self.process.kill()

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import json
 import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pdmesh.v1 import mesh_pb2
 from unit.router_node.fakes import FakeNode, RunningRouter, StartRouter
@@ -22,10 +25,28 @@ MS = 1_000_000
 BEGAN_NS = 1_800_000_000_000 * MS
 
 
-async def get(router: RunningRouter, path: str, token: str = "") -> httpx.Response:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status_code: int
+    headers: Mapping[str, str]
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+async def get(router: RunningRouter, path: str, token: str = "") -> Answer:
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    async with httpx.AsyncClient(base_url=f"http://{router.router.http_address}") as client:
-        return await client.get(path, headers=headers)
+    asked = urllib.request.Request(f"http://{router.router.http_address}{path}", headers=headers)
+    return await asyncio.to_thread(_fetch, asked)
+
+
+def _fetch(asked: urllib.request.Request) -> Answer:
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return Answer(answer.status, answer.headers, answer.read().decode())
+    except urllib.error.HTTPError as refusal:
+        return Answer(refusal.code, refusal.headers, refusal.read().decode())
 
 
 @pytest.fixture
