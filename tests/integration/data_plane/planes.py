@@ -7,10 +7,10 @@ really landed; it does as it is told line by line. A memory peer is an engine of
 from __future__ import annotations
 
 import contextlib
-import os
 import ctypes
 import json
 import mmap
+import os
 import signal
 import subprocess
 import sys
