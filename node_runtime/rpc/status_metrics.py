@@ -7,6 +7,7 @@ the event loop. Started only where somebody reads metrics.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from pdmesh.v1 import mesh_pb2
 
 from node_runtime.rpc.metrics import Labels, Metrics
 
-_INTERVAL_S: Final = 1.0
+INTERVAL_S: Final = 1.0
 _PEER_STATES: Final = ("ready", "connecting", "suspect")
 _ARENA_STATES: Final = ("empty", "active", "cached", "quarantined")
+
+_log = logging.getLogger("pdmesh.telemetry")
 
 Values = Iterable[tuple[float, Labels]]
 
@@ -121,7 +124,15 @@ _COUNTERS: Final = (
 class StatusMetrics:
     """Keeps the last status and shows it to `metrics`. Lives on the event loop; readers only see whole statuses."""
 
-    def __init__(self, metrics: Metrics, read_status: Callable[[], Awaitable[mesh_pb2.NodeStatus]]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        read_status: Callable[[], Awaitable[mesh_pb2.NodeStatus]],
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`interval_s`: time between two looks."""
+        self._interval_s = interval_s
         self._is_read = metrics.is_read
         self._read_status = read_status
         self._last: mesh_pb2.NodeStatus | None = None
@@ -148,8 +159,13 @@ class StatusMetrics:
 
     async def _look(self) -> None:
         while True:
-            self._last = await self._read_status()
-            await asyncio.sleep(_INTERVAL_S)
+            try:
+                self._last = await self._read_status()
+            except Exception:
+                # Old values would look like those of a node that stands still.
+                self._last = None
+                _log.exception("the status of this node cannot be read")
+            await asyncio.sleep(self._interval_s)
 
     def _reading(self, read: Callable[[mesh_pb2.NodeStatus], Values]) -> Callable[[], Values]:
         def values() -> Values:

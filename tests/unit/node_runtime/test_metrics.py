@@ -120,6 +120,33 @@ async def test_the_status_of_a_node_is_read_while_it_runs() -> None:
     assert samples["pdmesh_steps_total"] == 7
 
 
+async def test_a_status_that_cannot_be_read_is_logged_and_read_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps: list[int | Exception] = [7, RuntimeError("no"), *[9] * 500]
+    read_all = asyncio.Event()
+
+    async def read() -> mesh_pb2.NodeStatus:
+        step = steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        if step == 9:
+            read_all.set()
+        return mesh_pb2.NodeStatus(num_steps=step)
+
+    with scraped() as (metrics, address):
+        node = StatusMetrics(metrics, read, interval_s=0.3)
+        node.start()
+        await asyncio.sleep(0)
+        assert (await asyncio.to_thread(scrape, address))["pdmesh_steps_total"] == 7
+        async with asyncio.timeout(20):
+            await read_all.wait()
+        await asyncio.sleep(0)
+        assert (await asyncio.to_thread(scrape, address))["pdmesh_steps_total"] == 9
+        await node.close()
+    assert "the status of this node cannot be read" in caplog.text
+
+
 async def test_a_node_without_an_arena_shows_none() -> None:
     async def read() -> mesh_pb2.NodeStatus:
         return mesh_pb2.NodeStatus(serving=True)
