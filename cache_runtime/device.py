@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -147,10 +147,15 @@ class CpuDevice:
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         if not self._is_shared:
-            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = SharedMemory(num_bytes, "pdmesh-arena")
-        self._shared[memory.base_address] = memory
-        return memory.mapping
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = SharedMemory(num_bytes, "pdmesh-arena")
+            self._shared[memory.base_address] = memory
+            mapping = memory.mapping
+        # A layer's rows lie in short pieces all over the arena, each on another small page. A system may refuse.
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return mapping
 
     def alloc_pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,8 @@ from cache_runtime.recipes.plan import CacheMemoryPlan, pack
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
+
+TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def dense_arena(num_layers: int = 2) -> CacheArena:
@@ -214,6 +219,25 @@ def test_cpu_streams_and_events_are_always_done() -> None:
 def test_cpu_memory_cannot_be_aligned_beyond_a_memory_page() -> None:
     with pytest.raises(ArenaAllocationError, match="alignment of 1048576 bytes"):
         CpuDevice().alloc(10, 1 << 20)
+
+
+@pytest.mark.skipif(not TRANSPARENT_HUGE_PAGES.exists(), reason="this system has no transparent huge pages")
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_arena_asks_for_huge_pages(is_shared: bool) -> None:
+    buffer = CpuDevice(is_shared=is_shared).alloc(8 << 20, 64)
+    assert "hg" in mapping_flags(buffer.data_ptr())
+
+
+def mapping_flags(address: int) -> list[str]:
+    """What the system has noted of the mapping that holds an address of this process."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            is_inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise LookupError(f"no mapping holds {address:#x}")
 
 
 def interleaved_arena() -> CacheArena:
