@@ -21,6 +21,8 @@ constexpr int kQueriesPerGroup =
 constexpr int kVectorsPerSlice = 4;
 constexpr int kPaddingFloats =
     16;  // of a head, equal for every variant so that scratch_floats has one answer
+constexpr int kFloatsPerCacheLine = 16;
+constexpr int kSecondLevel = 2;  // of the caches, in the compiler's terms
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 int padded_head_dim(int head_dim) {
@@ -292,12 +294,28 @@ int end_position(const AttentionTile& tile) {
   return tile.first_position + tile.num_tokens;
 }
 
+// Asks for the rows of some positions: they are short pieces far apart, which the hardware does not foresee.
+void prefetch_rows(const AttentionTile& tile, int first_position, int num_positions) {
+  for (int position = first_position; position < first_position + num_positions; ++position) {
+    const std::int64_t page = tile.page_table[position / tile.page_tokens];
+    if (page == kAbsentPage) continue;
+    const int token = position % tile.page_tokens;
+    for (const HeadRows* rows : {&tile.key, &tile.value}) {
+      const float* row = rows->base + page * rows->page_stride + token * rows->token_stride;
+      for (int d = 0; d < tile.head_dim; d += kFloatsPerCacheLine)
+        __builtin_prefetch(row + d, 0, kSecondLevel);
+    }
+  }
+}
+
 void attend_keys_of_part(const AttentionTile& tile, int part, const QueryState& state) {
   begin_part(state);
   const int begin = std::max(part * kKeysPerPart, tile.first_visible() / kKeysPerStep * kKeysPerStep);
   const int end = std::min((part + 1) * kKeysPerPart, end_position(tile));
   for (int first_key = begin; first_key < end; first_key += kKeysPerStep) {
     const KeyStep step = find_rows(tile, state, first_key, std::min(kKeysPerStep, end - first_key));
+    const int next_key = first_key + kKeysPerStep;
+    prefetch_rows(tile, next_key, std::min(kKeysPerStep, end - next_key));
     if (step.num_keys > 0) attend_step(tile, state, step, first_key);
   }
 }

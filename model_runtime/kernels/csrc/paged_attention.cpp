@@ -11,6 +11,9 @@ namespace {
 // Below this many (query head, key) pairs waking a sleeping thread costs more than it saves.
 constexpr std::int64_t kMinPairsToShare = 4096;
 constexpr std::int64_t kAlignmentFloats = 16;
+// From so many rows for each thread on, the heads of a row stay on one thread: they lie side by side in
+// memory.
+constexpr std::int64_t kMinRowsPerThread = 4;
 
 std::int64_t align(std::int64_t num_floats) {
   return (num_floats + kAlignmentFloats - 1) / kAlignmentFloats * kAlignmentFloats;
@@ -163,15 +166,20 @@ void PagedAttention::attend(const AttentionCall& call, WorkerPool& pool) {
   }
   const auto num_floats = static_cast<std::size_t>(
       scratch_floats(call.num_heads / call.num_kv_heads, call.head_dim) + kAlignmentFloats);
-  std::atomic<std::size_t> next_item{0};
+  const bool has_rows_enough = call.num_rows >= kMinRowsPerThread * pool.num_threads();
+  const auto items_per_turn = static_cast<std::size_t>(has_rows_enough ? call.num_kv_heads : 1);
+  std::atomic<std::size_t> next_turn{0};
   const auto drain = [&](int thread_index) {
     std::vector<float>& scratch = scratch_[static_cast<std::size_t>(thread_index)];
     if (scratch.size() < num_floats) scratch.resize(num_floats);
     void* aligned = scratch.data();
     std::size_t space = scratch.size() * sizeof(float);
     std::align(kAlignmentFloats * sizeof(float), sizeof(float), aligned, space);
-    for (std::size_t index = next_item++; index < items_.size(); index = next_item++) {
-      attend_item(call, items_[index], static_cast<float*>(aligned));
+    for (std::size_t first = items_per_turn * next_turn++; first < items_.size();
+         first = items_per_turn * next_turn++) {
+      for (std::size_t index = first; index < std::min(first + items_per_turn, items_.size()); ++index) {
+        attend_item(call, items_[index], static_cast<float*>(aligned));
+      }
     }
   };
   if (num_pairs * call.num_heads < kMinPairsToShare) {
