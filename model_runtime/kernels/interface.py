@@ -54,6 +54,14 @@ class Kernels(Protocol):
         Raises ValueError, before anything is written, for a row outside the weight.
         """
 
+    def store_rows(self, rows: torch.Tensor, locations: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Writes `buffer`[locations[i]] = rows[i], the later of two at one place.
+
+        `rows`: float32[num_rows, ...], `buffer`: float32[num_locations, ...], each of two axes or three and rows
+        contiguous; `locations`: int64[num_rows]. Raises ValueError, before anything is written, when shapes contradict
+        each other or a location is outside the buffer.
+        """
+
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         """Writes `output` = `input`[rows, width] scaled to unit mean square per row, times `weight`[width].
 

@@ -65,6 +65,11 @@ class ReferenceKernels:
             raise ValueError("linear: row ids must name rows of the weight")
         output.copy_(plain_rows(weight)[rows])
 
+    def store_rows(self, rows: torch.Tensor, locations: torch.Tensor, buffer: torch.Tensor) -> None:
+        if not bool(((locations >= 0) & (locations < buffer.shape[0])).all()):
+            raise ValueError("rows: locations must name rows of buffer")
+        buffer.index_copy_(0, locations, rows)
+
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None:
         mean_square = input.double().square().mean(-1, keepdim=True)
         output.copy_(input * torch.rsqrt(mean_square + eps) * weight)

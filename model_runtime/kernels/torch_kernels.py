@@ -28,5 +28,8 @@ class TorchKernels(ReferenceKernels):
     def pack(self, weight: torch.Tensor) -> PlainWeight:
         return super().pack(weight.to(self._device))
 
+    def store_rows(self, rows: torch.Tensor, locations: torch.Tensor, buffer: torch.Tensor) -> None:
+        buffer.index_copy_(0, locations, rows)  # which checks the locations where they are
+
     def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
         output.copy_(input @ plain_rows(weight).T)

@@ -19,7 +19,7 @@ def store_rows(buffer: torch.Tensor, rows: torch.Tensor, group_id: str, context:
     held_tokens = context.routed.held_tokens(group_id)
     if held_tokens is not None:
         locations, rows = locations[held_tokens], rows[held_tokens]
-    buffer.index_copy_(0, locations, rows)
+    context.kernels.store_rows(rows, locations, buffer)
 
 
 def attend_rows(

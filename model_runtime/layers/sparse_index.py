@@ -16,6 +16,7 @@ from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layer_configs.sparse_index import SparseIndexConfig
+from model_runtime.layers.cached_rows import store_rows
 from model_runtime.layers.rotary import Angles, rotate
 from model_runtime.weights import Shape
 
@@ -63,8 +64,7 @@ class SparseIndex:
         keys = self._key(hidden)  # [T, head_dim]
         normed = layer_norm(keys, keys.shape[1:], self._key_norm, self._key_bias, _KEY_NORM_EPS)
         turned = rotate(normed.unsqueeze(1), angles, self._kernels).squeeze(1)
-        locations = context.routed.write_locations(self.declaration.group_id)
-        context.pools.index.rows(self.declaration.layer).index_copy_(0, locations, turned)
+        store_rows(context.pools.index.rows(self.declaration.layer), turned, self.declaration.group_id, context)
 
     def select(
         self, hidden: torch.Tensor, compressed: torch.Tensor, angles: Angles, context: ForwardContext

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -256,6 +257,30 @@ void rotate(CpuKernels& self, const Matrix& input, const Angles& cosines, const 
   });
 }
 
+// Buffers and rows of two axes or three.
+template <int kDims>
+void store_rows(CpuKernels&, const TensorView<const float, kDims>& rows, const RowIds& locations,
+                const TensorView<float, kDims>& buffer) {
+  std::int64_t width = 1;
+  for (int axis = kDims - 1; axis > 0; --axis) {
+    const auto index = static_cast<std::size_t>(axis);
+    require_rows(rows.shape(index) == buffer.shape(index), "buffer must have rows of the same shape");
+    require_rows(has_stride(rows, index, width) && has_stride(buffer, index, width),
+                 "a row must be contiguous");
+    width *= static_cast<std::int64_t>(rows.shape(index));
+  }
+  require_rows(locations.shape(0) == rows.shape(0), "there must be one location per row");
+  const auto num_locations = static_cast<std::int64_t>(buffer.shape(0));
+  for (std::size_t i = 0; i < locations.shape(0); ++i) {
+    require_rows(locations(i) >= 0 && locations(i) < num_locations, "locations must name rows of buffer");
+  }
+  const nb::gil_scoped_release unlocked;
+  for (std::size_t i = 0; i < locations.shape(0); ++i) {
+    const float* from = rows.data() + static_cast<std::int64_t>(i) * rows.stride(0);
+    std::copy_n(from, width, buffer.data() + locations(i) * buffer.stride(0));
+  }
+}
+
 }  // namespace bound
 
 std::vector<std::string> instruction_sets() {
@@ -304,6 +329,11 @@ NB_MODULE(_native, module) {
       .def("gather_rows", &pdmesh::kernels::bound::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")
+      .def("store_rows", &pdmesh::kernels::bound::store_rows<3>, "rows"_a.noconvert(),
+           "locations"_a.noconvert(), "buffer"_a.noconvert(),
+           "buffer[locations[i]] = rows[i], float32 of two axes or three; locations int64[num_rows].")
+      .def("store_rows", &pdmesh::kernels::bound::store_rows<2>, "rows"_a.noconvert(),
+           "locations"_a.noconvert(), "buffer"_a.noconvert())
       .def("multiply", &pdmesh::kernels::bound::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
