@@ -749,9 +749,14 @@ class Scheduler:
     def unregister_storage_keys(self, keys: Sequence[StorageKey]) -> None:
         """Storage does not have them. Raises ContractError likewise."""
 
+    def track_prefix_events(self) -> None:
+        """
+        Announces cached prefixes from now on, as enable_prefix_events does from the beginning. Idempotent. Raises ContractError once a request was submitted.
+        """
+
     def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:
         """
-        How the set of cached prefixes changed since the last call: apply in order. Empty unless enable_prefix_events.
+        How the set of cached prefixes changed since the last call: apply in order. Empty unless they are announced.
         """
 
     def track_prefix_keys(self) -> None:

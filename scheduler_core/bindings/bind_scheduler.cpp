@@ -225,6 +225,10 @@ void BindScheduler(nb::module_& module) {
             scheduler.UnregisterStorageKeys(keys);
           },
           "keys"_a, "Storage does not have them. Raises ContractError likewise.")
+      .def("track_prefix_events", &Scheduler::TrackPrefixEvents,
+           "Announces cached prefixes from now on, as enable_prefix_events does from the beginning. "
+           "Idempotent. "
+           "Raises ContractError once a request was submitted.")
       .def(
           "drain_prefix_events",
           [](Scheduler& scheduler) {
@@ -235,8 +239,8 @@ void BindScheduler(nb::module_& module) {
             return events;
           },
           nb::sig("def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]"),
-          "How the set of cached prefixes changed since the last call: apply in order. Empty unless "
-          "enable_prefix_events.")
+          "How the set of cached prefixes changed since the last call: apply in order. Empty unless they are "
+          "announced.")
       .def("track_prefix_keys", &Scheduler::TrackPrefixKeys,
            "Keeps track of the keys of cached prefixes from now on. Idempotent. Raises ContractError once a "
            "request was submitted.")

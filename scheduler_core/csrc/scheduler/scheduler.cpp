@@ -254,6 +254,16 @@ bool Scheduler::ClearCache() {
   return true;
 }
 
+void Scheduler::TrackPrefixEvents() {
+  if (prefix_events_) {
+    return;
+  }
+  if (num_submitted_ > 0) {
+    throw ContractError("prefixes cannot be announced from the middle: a request was submitted before");
+  }
+  prefix_events_.emplace(coordinator_, config_.prefix_granularity);
+}
+
 std::vector<PrefixEvent> Scheduler::DrainPrefixEvents() {
   return prefix_events_ ? prefix_events_->Drain() : std::vector<PrefixEvent>();
 }

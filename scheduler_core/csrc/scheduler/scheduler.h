@@ -97,8 +97,11 @@ class Scheduler {
   void RegisterStorageKeys(std::span<const CacheKey> keys);
   void UnregisterStorageKeys(std::span<const CacheKey> keys);
 
+  // Announces cached prefixes from now on, as the configuration can ask for from the beginning. Idempotent.
+  // Throws ContractError once a request was submitted.
+  void TrackPrefixEvents();
   // How the set of cached prefixes changed since the last drain, in the order in which to apply it. Always
-  // empty unless the configuration enables prefix events.
+  // empty unless they are announced.
   std::vector<PrefixEvent> DrainPrefixEvents();
 
   // Keeps track of the keys of cached prefixes from now on. Idempotent. Throws ContractError once a request

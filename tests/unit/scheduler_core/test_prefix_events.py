@@ -193,3 +193,16 @@ def test_plans_do_not_depend_on_events(role: sc.Role) -> None:
         dumps.append(scheduler.describe())
         scheduler.drain_prefix_events()
     assert dumps[0] == dumps[1]
+
+
+def test_they_can_be_asked_for_later_but_not_from_the_middle() -> None:
+    scheduler = sc.Scheduler(scheduler_config())
+    scheduler.track_prefix_events()
+    scheduler.track_prefix_events()
+    serve(scheduler, spec("a", 9, max_new_tokens=1))
+    assert names_of(scheduler.drain_prefix_events()) == ["stored", "stored"]
+    late = sc.Scheduler(scheduler_config())
+    serve(late, spec("a", 9, max_new_tokens=1))
+    assert late.drain_prefix_events() == []
+    with pytest.raises(sc.ContractError, match="a request was submitted before"):
+        late.track_prefix_events()
