@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from node_runtime.engine.loop import Delivery
 from node_runtime.prefix_feed import PrefixFeed
 from scheduler_core import PrefixKeyChanges
+
+ChangeT = TypeVar("ChangeT")
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,13 @@ def feed_on(event_loop: asyncio.AbstractEventLoop, feed: PrefixFeed) -> Callable
     def enter(changes: PrefixKeyChanges) -> None:
         feed.apply(is_cleared=changes.is_cleared, removed=changes.removed, stored=changes.stored)
 
-    def tell(changes: PrefixKeyChanges) -> None:
+    return told_on(event_loop, enter)
+
+
+def told_on(event_loop: asyncio.AbstractEventLoop, enter: Callable[[ChangeT], None]) -> Callable[[ChangeT], None]:
+    """Calls `enter` on `event_loop`, whatever thread it is called on. What comes once that is closed is dropped."""
+
+    def tell(changes: ChangeT) -> None:
         try:
             event_loop.call_soon_threadsafe(enter, changes)
         except RuntimeError:

@@ -52,6 +52,7 @@ from scheduler_core import (
     FinishEvent,
     HandedOverEvent,
     Plan,
+    PrefixEvent,
     PrefixKeyChanges,
     ResultEvent,
     SubmitError,
@@ -123,6 +124,7 @@ class EngineLoop:
         on_fatal: Callable[[BaseException], None],
         hooks: StepHooks | None = None,
         on_prefixes: Callable[[PrefixKeyChanges], None] | None = None,
+        on_prefix_events: Callable[[Sequence[PrefixEvent]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -130,6 +132,7 @@ class EngineLoop:
             deliver: Takes a batch of updates on the engine thread and brings each to its sink, in order, elsewhere.
             on_fatal: Called on the engine thread when the process must not go on; requests that still come are failed.
             on_prefixes: Called on the engine thread when other prefixes are cached than before. None: nobody asks.
+            on_prefix_events: Likewise, and told their tokens.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -144,6 +147,9 @@ class EngineLoop:
         self._on_prefixes = on_prefixes
         if on_prefixes is not None:
             scheduler.track_prefix_keys()
+        self._on_prefix_events = on_prefix_events
+        if on_prefix_events is not None:
+            scheduler.track_prefix_events()
         self._rates = StepRates()
         self._num_steps = 0
         self._num_retractions = 0
@@ -420,11 +426,14 @@ class EngineLoop:
             self._deliver(batch)
 
     def _tell_prefixes(self) -> None:
-        if self._on_prefixes is None:
-            return
-        changes = self._scheduler.drain_prefix_keys()
-        if changes:
-            self._on_prefixes(changes)
+        if self._on_prefixes is not None:
+            changes = self._scheduler.drain_prefix_keys()
+            if changes:
+                self._on_prefixes(changes)
+        if self._on_prefix_events is not None:
+            events = self._scheduler.drain_prefix_events()
+            if events:
+                self._on_prefix_events(events)
 
     def _take_snapshot(self) -> EngineSnapshot:
         capacity = self._scheduler.capacity()

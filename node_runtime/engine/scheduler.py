@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_core import Capacity, Event, Plan, PrefixKeyChanges, RequestSpec
+from scheduler_core import Capacity, Event, Plan, PrefixEvent, PrefixKeyChanges, RequestSpec
 
 
 class EngineBroken(RuntimeError):
@@ -43,6 +43,12 @@ class EngineScheduler(Protocol):
 
     def drain_prefix_keys(self) -> PrefixKeyChanges:
         """How the set of these keys changed since the last call."""
+
+    def track_prefix_events(self) -> None:
+        """Announces cached prefixes, with their tokens; before the first submission."""
+
+    def drain_prefix_events(self) -> Sequence[PrefixEvent]:
+        """How the set of announced prefixes changed since the last call; to be applied in order."""
 
     def capacity(self) -> Capacity: ...
 

@@ -28,7 +28,7 @@ from node_runtime.engine.ranks.orders import (
     plan_digest,
 )
 from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
-from scheduler_core import Capacity, Event, Plan, PrefixKeyChanges, RequestSpec
+from scheduler_core import Capacity, Event, Plan, PrefixEvent, PrefixKeyChanges, RequestSpec
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
@@ -97,6 +97,12 @@ class MirroredScheduler:
 
     def drain_prefix_keys(self) -> PrefixKeyChanges:
         return self._scheduler.drain_prefix_keys()
+
+    def track_prefix_events(self) -> None:
+        self._scheduler.track_prefix_events()
+
+    def drain_prefix_events(self) -> Sequence[PrefixEvent]:
+        return self._scheduler.drain_prefix_events()
 
     def capacity(self) -> Capacity:
         return self._scheduler.capacity()
