@@ -77,8 +77,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
-        self._bos_token = bos_token
-        self._eos_token = eos_token
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[JsonObject] = ()) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError with the template's own reason.
@@ -90,8 +91,8 @@ class ChatTemplate:
                 messages=[message.for_template() for message in messages],
                 tools=list(tools) or None,
                 add_generation_prompt=True,
-                bos_token=self._bos_token,
-                eos_token=self._eos_token,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
             )
         # Beyond jinja's own errors a template fails like any program: wrong types, missing keys, division by zero.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
