@@ -14,13 +14,23 @@ from node_runtime.handoff.lease import DEFAULT_LEASE_S, MAX_LEASE_S, MIN_LEASE_S
 VerifyTransfers: TypeAlias = Literal["off", "sample", "all"]
 
 
-class FusedNodeConfig(ComputeNodeConfig):
+class GeneratingNodeConfig(ComputeNodeConfig):
+    """What a node that generates tokens needs to know."""
+
+    engine_protocol: Literal["off", "smg"] = Field(
+        default="off",
+        description="Protocol that is served for gateways of other projects: smg, that of the SMG gateway, which needs "
+        "the extra of this name; or off.",
+    )
+
+
+class FusedNodeConfig(GeneratingNodeConfig):
     """A node that computes prompts and generates tokens by itself."""
 
     role_name: ClassVar[str] = "fused"
 
 
-class DecodeNodeConfig(ComputeNodeConfig):
+class DecodeNodeConfig(GeneratingNodeConfig):
     """A node that receives the cache of prompts from prefill nodes and generates tokens."""
 
     role_name: ClassVar[str] = "decode"

@@ -158,6 +158,11 @@ class PrefillPeers:
     def has_ready(self) -> bool:
         return any(entry.is_ready for entry in self._entries.values())
 
+    @property
+    def ready(self) -> tuple[PrefillPeer, ...]:
+        """The peers that a handoff can begin with now."""
+        return tuple(entry.peer for entry in self._entries.values() if entry.is_ready and entry.peer is not None)
+
     def statuses(self) -> tuple[mesh_pb2.PeerStatus, ...]:
         return tuple(entry.status() for entry in self._entries.values())
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.v1 import decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
+from decode_node.engine_protocol.assembly import NodeParts, add_engine_protocol, check_installed
+from decode_node.engine_protocol.kv_feed import SEQUENCE_STEP, KvFeed
 from decode_node.local_prefill import LocalPrefill
 from decode_node.membership import PrefillMembership
 from decode_node.peers import PrefillPeers
@@ -19,7 +21,7 @@ from decode_node.service import DecodeLimits, DecodeService
 from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
-from node_runtime.engine.delivery import deliver_on, feed_on
+from node_runtime.engine.delivery import deliver_on, feed_on, told_on
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.node_info import describe_node
 from node_runtime.engine.output_forms import OutputForms, compiler_for
@@ -30,7 +32,7 @@ from node_runtime.lifecycle import EXIT_FAILURE, StopRequest, announce_ready, ru
 from node_runtime.prefix_feed import PrefixFeed
 from node_runtime.rpc import NodeService, RpcServer, StatusMetrics, Telemetry, Transport, transport_for
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
-from scheduler_core import Role
+from scheduler_core import PrefixEvent, Role
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +69,13 @@ class DecodeNode:
         engine_class: type[EngineLoop] = EngineLoop,
         stall_bound_s: float = STALL_BOUND_S,
     ) -> None:
-        """`on_drain` is told why the node is to stop when a caller asked it to.
+        """`on_drain` is told why the node is to stop when a caller asked it to. Raises BadConfig when what the
+        configuration asks for is not installed.
 
         `stall_bound_s`: how long the engine may stand still before the node serves nothing new.
         `peer_notice_bound_s`: how long a prefill node that knows no leases may go on after its stream broke.
         """
+        check_installed(config)
         self._peer_notice_bound_s = peer_notice_bound_s
         self._config = config
         self._on_fatal = on_fatal
@@ -82,6 +86,7 @@ class DecodeNode:
         transport = transport or transport_for(config)
         self._server = RpcServer(config, transport=transport)
         self._prefix_feed = PrefixFeed()
+        self._kv_feed = None if config.engine_protocol == "off" else _make_kv_feed()
         self.engine = engine_class(
             core.scheduler,
             core.executor,
@@ -90,6 +95,7 @@ class DecodeNode:
             deliver=deliver_on(asyncio.get_running_loop()),
             on_fatal=on_fatal,
             on_prefixes=feed_on(asyncio.get_running_loop(), self._prefix_feed),
+            on_prefix_events=None if self._kv_feed is None else told_on(asyncio.get_running_loop(), self._tell_kv_feed),
         )
         self._forms = OutputForms(compiler_for(core.facts.path, core.facts.vocab_size))
         self._engine_watch = EngineWatch(self.engine, on_change=self._update_health, stall_bound_s=stall_bound_s)
@@ -113,7 +119,8 @@ class DecodeNode:
             watch=self._engine_watch,
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
-        node_service = NodeService(self._make_reporter(), self._server, on_drain)
+        self._reporter = self._make_reporter()
+        node_service = NodeService(self._reporter, self._server, on_drain)
         self._server.add(mesh_pb2_grpc.add_NodeServicer_to_server, node_service)
         self._status_metrics = StatusMetrics(telemetry.metrics, node_service.current_status)
 
@@ -139,6 +146,7 @@ class DecodeNode:
 
     async def start(self) -> None:
         """Listens and serves. Raises PortInUse or BadConfig."""
+        await self._add_engine_protocol()
         await self._server.start()
         self.engine.start()
         self._watching = asyncio.create_task(self._engine_watch.run(), name="engine watch")
@@ -247,9 +255,42 @@ class DecodeNode:
             ),
         )
 
+    async def _add_engine_protocol(self) -> None:
+        if self._kv_feed is None:
+            return
+        receiving = self._receiving
+        parts = NodeParts(
+            config=self._config,
+            core=self._core,
+            info=self._reporter.info(),
+            decode=self.service,
+            peers=None if receiving is None else receiving.peers,
+            prefills_locally=receiving is None or receiving.local.is_fallback,
+            engine=self.engine,
+            kv_feed=self._kv_feed,
+            clear_cache=self._reporter.clear_cache,
+            why_unhealthy=self._why_unhealthy,
+            clock=self._clock,
+        )
+        await add_engine_protocol(parts, self._server)
+
+    def _tell_kv_feed(self, events: Sequence[PrefixEvent]) -> None:
+        if self._kv_feed is not None:
+            self._kv_feed.apply(events, unix_s=self._clock.unix_ns_at(self._clock.now_s()) / 1e9)
+
+    def _why_unhealthy(self) -> str:
+        if self._server.is_draining:
+            return f"node {self._config.node_id} is draining"
+        return "" if self.is_ready else f"node {self._config.node_id} is not ready"
+
     def _update_health(self) -> None:
         """A peer may have come or gone, the engine come to a standstill or moved again."""
         self._server.set_serving(self.is_ready)
+
+
+def _make_kv_feed() -> KvFeed:
+    """Its numbers are unlike those of any process before at the same address."""
+    return KvFeed(first_sequence=SEQUENCE_STEP * (1 + secrets.randbits(24)))
 
 
 async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
@@ -261,6 +302,8 @@ async def serve(config: DecodeNodeConfig | FusedNodeConfig) -> int:
     watches: list[asyncio.Task[None]] = []
 
     async def start() -> None:
+        # Before the weights: a machine that lacks what is asked for is told so at once.
+        check_installed(config)
         # Off the event loop, so that a signal is heard while the weights load.
         core = await asyncio.to_thread(load_core, config, role)
         node = DecodeNode(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -114,7 +114,7 @@ class DecodeService:
 
     async def Generate(
         self, request: decode_pb2.DecodeRequest, context: RpcContext
-    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         arrived_at_s = self._clock.now_s()
         job = job_from_proto(
             request,

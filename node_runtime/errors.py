@@ -66,6 +66,12 @@ class NoPrefillNode(NodeError):
     """A decode node that cannot prefill itself was given no prefill address."""
 
 
+class NoPrefillNodeReady(NodeError):
+    """None of the prefill nodes that a decode node could choose is ready, and it computes no prompts itself."""
+
+    retry_after_s = 1.0
+
+
 class NodeBusy(NodeError):
     """An operation that needs an idle node met live requests or transfers; nothing was changed."""
 

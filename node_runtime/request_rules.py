@@ -15,6 +15,8 @@ from node_runtime.errors import ContextExceeded, InvalidRequest
 if TYPE_CHECKING:
     from pdmesh.v1 import inference_pb2
 
+# What is generated for a client that does not say how much, where the context leaves it.
+DEFAULT_MAX_TOKENS: Final = 256
 MAX_REQUEST_ID_BYTES: Final = 128
 MAX_NODE_ID_BYTES: Final = 256
 MAX_STOP_STRINGS: Final = 16

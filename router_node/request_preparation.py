@@ -21,6 +21,7 @@ from model_runtime.text.grammar import FormError, check_form
 from model_runtime.text.tokenizer import Tokenizer
 from node_runtime.errors import InvalidRequest, UnknownModel
 from node_runtime.request_rules import (
+    DEFAULT_MAX_TOKENS,
     MAX_CLIENT_STOP_TOKEN_IDS,
     check_cache_salt,
     check_lengths,
@@ -37,7 +38,6 @@ from node_runtime.request_rules import (
 from node_runtime.wire.output_form import form_from_proto
 from router_node.node_pool import TokenLimits
 
-DEFAULT_MAX_TOKENS = 256
 MAX_TOOLS = 128
 _INLINE_PROMPT_BYTES = 4096
 _SEED_BITS = 64

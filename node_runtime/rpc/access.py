@@ -19,11 +19,14 @@ _NODES: Final = frozenset(("router", "prefill", "decode", "fused"))
 _METHODS_FOR_READING: Final = ("/pdmesh.v1.Node/GetNodeInfo", "/pdmesh.v1.Node/GetNodeStatus")
 # Tells more than how a node is: which prompts it has cached.
 _METHOD_FOR_ROUTERS: Final = "/pdmesh.v1.Node/Follow"
+# What gateways of other projects call in the place of a router.
+ENGINE_PROTOCOL: Final = "tokenspeed.grpc.scheduler.TokenSpeedScheduler"
 # By service; what is not listed is for operators alone.
 _ROLES_BY_SERVICE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "pdmesh.v1.Prefill": frozenset(("decode",)),
         "pdmesh.v1.Decode": frozenset(("router",)),
+        ENGINE_PROTOCOL: frozenset(("gateway",)),
         "opentelemetry.proto.collector.trace.v1.TraceService": _NODES,
         "opentelemetry.proto.collector.metrics.v1.MetricsService": _NODES,
     }

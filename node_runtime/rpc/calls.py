@@ -26,7 +26,7 @@ from node_runtime.errors import (
     RequestCancelled,
 )
 from node_runtime.log_context import call_scope
-from node_runtime.rpc.access import AccessPolicy, Caller, Credentials
+from node_runtime.rpc.access import ENGINE_PROTOCOL, AccessPolicy, Caller, Credentials
 from node_runtime.rpc.deadlines import deadline_within, remaining_s
 from node_runtime.rpc.errors import detail_of, status_of, trailers_of
 from node_runtime.rpc.status_details import make_details
@@ -38,8 +38,8 @@ ResultT = TypeVar("ResultT")
 
 # The servicers of gRPC itself. Their streams stay open for as long as the client likes, so no deadline is put on them.
 _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
-# Questions about the node itself: answered until the end, and never what a drain waits for.
-_ABOUT_THE_NODE = "/pdmesh.v1.Node/"
+_NODE_SERVICE = "/pdmesh.v1.Node/"
+_ENGINE_PROTOCOL = f"/{ENGINE_PROTOCOL}/"
 
 _log = logging.getLogger("pdmesh.rpc")
 
@@ -182,7 +182,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         running task was cancelled because its caller gave up.
         """
         task = cast("asyncio.Task[object]", asyncio.current_task())
-        if not method.startswith(_ABOUT_THE_NODE):
+        if not _is_about_the_node(method):
             self._running[task] = method
         try:
             with call_scope(), self._telemetry.continued(metadata):
@@ -201,7 +201,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     async def _run_bounded(self, body: Callable[[], Awaitable[ResultT]], method: str, limit_s: float) -> ResultT:
         timeout = asyncio.timeout(limit_s)
         try:
-            if self._is_draining and not method.startswith(_ABOUT_THE_NODE):
+            if self._is_draining and not _is_about_the_node(method):
                 raise NodeDraining(self._node_id, f"node {self._node_id} is draining")
             with deadline_within(limit_s):
                 async with timeout:
@@ -227,6 +227,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return asyncio.CancelledError()
         # Nobody cancelled the call: something the handler awaited was cancelled. gRPC would leave the client waiting.
         return RequestCancelled("the work of this call was cancelled")
+
+
+def _is_about_the_node(method: str) -> bool:
+    """Whether it asks about the node itself: such calls are answered to the end, and never what a drain waits for."""
+    if method.startswith(_ENGINE_PROTOCOL):
+        return method != f"{_ENGINE_PROTOCOL}Generate"
+    return method.startswith(_NODE_SERVICE)
 
 
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:

@@ -25,6 +25,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.IncompatiblePeer: grpc.StatusCode.FAILED_PRECONDITION,
         errors.NotBootstrapped: grpc.StatusCode.FAILED_PRECONDITION,
         errors.NoPrefillNode: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.NoPrefillNodeReady: grpc.StatusCode.UNAVAILABLE,
         errors.NodeBusy: grpc.StatusCode.FAILED_PRECONDITION,
         errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.NoMemoryInTime: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -66,6 +66,7 @@ VIOLATIONS = {
     "router_node.service": ("import torch", "no torch"),
     "router_node.server": ("import uvicorn", "HTTP"),
     "router_node.answer": ("import llguidance", "grammar"),
+    "decode_node.receiver": ("import smg_grpc_proto", "gateway"),
 }
 
 

@@ -132,11 +132,11 @@ class FakeMesh:
         )
         return await self._started(FakeNode(node, made, fatal))
 
-    async def fused(self, **core: object) -> FakeNode:
+    async def fused(self, *, config: dict[str, object] | None = None, **core: object) -> FakeNode:
         made = self._make_core(Role.FUSED, **core)
         fatal: list[BaseException] = []
         node = DecodeNode(
-            FusedNodeConfig(model="fake", drain_grace_s=5.0),
+            FusedNodeConfig(model="fake", **{"drain_grace_s": 5.0, **(config or {})}),
             made,
             telemetry=Telemetry.off(),
             on_fatal=fatal.append,

@@ -1,0 +1,138 @@
+"""The real SMG gateway in front of our nodes: OpenAI-style HTTP in, the text of our own protocol out."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from pdmesh.v1 import inference_pb2
+from support.fake_mesh import FakeMesh, FakeNode
+from support.model_core import model_core
+from support.tiny_checkpoint import END_TOKEN, write_tiny_checkpoint
+
+from model_runtime.checkpoint import Checkpoint, open_checkpoint
+
+for package in ("smg_grpc_proto", "smg"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package.replace('_', '-')} is not installed", allow_module_level=True)
+
+PROMPT = "a prompt of some tokens"
+TEMPLATE = "{{ messages[0].content }}"
+# Of a model whose tokens are single bytes: text that every tokenizer spells alike.
+FORM = "[a-z]{20}"
+START_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    texts = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts))
+    return open_checkpoint(folder)
+
+
+@pytest.fixture
+async def mesh(checkpoint: Checkpoint) -> AsyncIterator[FakeMesh]:
+    mesh = FakeMesh(partial(model_core, checkpoint=checkpoint))
+    yield mesh
+    await mesh.close()
+
+
+class Gateway:
+    """One `smg launch` process."""
+
+    def __init__(self, folder: Path, *nodes: FakeNode) -> None:
+        self._log_path = folder / "smg.log"
+        self._port = _free_port()
+        command = ["launch", "--host", "127.0.0.1", "--port", str(self._port)]
+        # The metrics have a port of their own, and one default for all.
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())]
+        command += ["--worker-urls", *(f"grpc://{node.address}" for node in nodes)]
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "smg", *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def wait_until_ready(self) -> None:
+        """It serves a model."""
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        async with httpx.AsyncClient(base_url=self.url, timeout=5.0) as http:
+            while asyncio.get_running_loop().time() < deadline:
+                assert self._process.poll() is None, self.log_text()
+                try:
+                    models = (await http.get("/v1/models")).json()
+                    if models.get("data"):
+                        return
+                except (httpx.HTTPError, ValueError):
+                    pass
+                await asyncio.sleep(0.05)
+        raise AssertionError(f"the gateway serves no model after {START_TIMEOUT_S} s:\n{self.log_text()}")
+
+    def log_text(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def test_text_chats_streams_and_samples_through_the_gateway_are_those_of_our_own_protocol(
+    mesh: FakeMesh, tmp_path: Path
+) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill, config={"engine_protocol": "smg"})
+    oracle = await mesh.fused()
+    gateway = Gateway(tmp_path, decode)
+    try:
+        await gateway.wait_until_ready()
+        async with openai.AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=30.0
+        ) as client:
+            sampling = inference_pb2.SamplingParams(structured_output=inference_pb2.StructuredOutput(regex=FORM))
+            own = await mesh.generate(
+                oracle, PROMPT.encode(), sampling=sampling, max_tokens=40, stop_token_ids=[END_TOKEN]
+            )
+            text = bytes(own.token_ids[:-1]).decode()
+            asked = {"model": "tiny", "max_tokens": 40, "temperature": 0.0, "extra_body": {"regex": FORM}}
+            whole = await client.completions.create(prompt=PROMPT, **asked)
+            assert whole.choices[0].text == text
+            assert whole.choices[0].finish_reason == "stop"
+            assert whole.usage is not None
+            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), len(own.token_ids))
+            stream = await client.completions.create(prompt=PROMPT, stream=True, **asked)
+            assert "".join([chunk.choices[0].text async for chunk in stream if chunk.choices]) == text
+            messages = [{"role": "user", "content": PROMPT}]
+            chat = await client.chat.completions.create(messages=messages, n=2, **asked)
+            assert [choice.message.content for choice in chat.choices] == [text, text]
+            stop = text[3:5]
+            stopped = await client.completions.create(prompt=PROMPT, stop=[stop], **asked)
+            assert stopped.choices[0].text == text[: text.index(stop)]
+            with pytest.raises(openai.APIStatusError, match=r"sampling_params\.min_p: 0\.5 given"):
+                await client.completions.create(prompt=PROMPT, model="tiny", extra_body={"min_p": 0.5})
+        await decode.assert_all_blocks_return()
+        assert (await mesh.status(decode)).num_local_prefills == 0
+    finally:
+        gateway.stop()
