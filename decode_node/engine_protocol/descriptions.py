@@ -17,9 +17,7 @@ from decode_node.config import GeneratingNodeConfig
 from decode_node.engine_protocol.served_model import ServedModel
 from node_runtime.engine.core import ModelFacts
 from node_runtime.engine.messages import EngineSnapshot
-from node_runtime.errors import InvalidRequest
 
-_SECTIONS: Final = ("core", "memory", "queues", "all")
 _GB: Final = 1e9
 
 
@@ -98,10 +96,7 @@ class NodeDescription:
     def loads(
         self, request: tokenspeed_scheduler_pb2.GetLoadsRequest, *, now_unix_s: float
     ) -> tokenspeed_scheduler_pb2.GetLoadsResponse:
-        """Raises InvalidRequest for a section that does not exist."""
-        for section in request.include:
-            if section not in _SECTIONS:
-                raise InvalidRequest(f"include: {section!r} given, some of {', '.join(_SECTIONS)} required")
+        """Gateways ask all engines for the sections that any of them has; those that we lack are left out."""
         is_asked_for = not request.HasField("dp_rank") or request.dp_rank == 0
         loads = [self._load(request.include)] if is_asked_for else []
         return tokenspeed_scheduler_pb2.GetLoadsResponse(

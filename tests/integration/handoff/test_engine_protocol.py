@@ -240,9 +240,10 @@ async def test_a_node_describes_itself_truly(fused: FakeNode, client: EngineClie
     await client.generate(PROMPT, {"max_new_tokens": 4})
     call = client.call(PROMPT, {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True}, stream=True)
     await call.read()
-    asked = tokenspeed_scheduler_pb2.GetLoadsRequest(include=["core", "memory"])
+    asked = tokenspeed_scheduler_pb2.GetLoadsRequest(include=["core", "memory", "disagg"])
     (load,) = (await stub.GetLoads(asked)).loads
     assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
+    assert not load.HasField("queues")
     assert load.max_total_num_tokens == load.memory.token_capacity == fused.core.facts.capacity_tokens
     assert 0 < load.active_token_usage <= load.token_usage < 1
     # Of two prompts that are over, the second one found all of its full grains.
@@ -254,8 +255,6 @@ async def test_a_node_describes_itself_truly(fused: FakeNode, client: EngineClie
     assert load.token_usage > 0
     nobody = await stub.GetLoads(tokenspeed_scheduler_pb2.GetLoadsRequest(dp_rank=1))
     assert (nobody.dp_rank_count, len(nobody.loads)) == (0, 0)
-    with pytest.raises(grpc.aio.AioRpcError, match="include: 'lora' given"):
-        await stub.GetLoads(tokenspeed_scheduler_pb2.GetLoadsRequest(include=["lora"]))
 
 
 async def test_the_cache_is_flushed_only_while_nothing_uses_it(fused: FakeNode, client: EngineClient) -> None:

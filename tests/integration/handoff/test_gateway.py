@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -31,7 +32,7 @@ PROMPT = "a prompt of some tokens"
 TEMPLATE = "{{ messages[0].content }}"
 # Of a model whose tokens are single bytes: text that every tokenizer spells alike.
 FORM = "[a-z]{20}"
-START_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ class Gateway:
         command = ["launch", "--host", "127.0.0.1", "--port", str(self._port)]
         # The metrics have a port of their own, and one default for all.
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())]
+        command += ["--load-monitor-interval", "1"]
         command += ["--worker-urls", *(f"grpc://{node.address}" for node in nodes)]
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -71,18 +73,20 @@ class Gateway:
 
     async def wait_until_ready(self) -> None:
         """It serves a model."""
-        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        await self.ask("/v1/models", "data")
+
+    async def ask(self, path: str, key: str) -> list[dict[str, object]]:
+        """What is listed at `path` under `key`, once something is."""
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0) as http:
             while asyncio.get_running_loop().time() < deadline:
                 assert self._process.poll() is None, self.log_text()
-                try:
-                    models = (await http.get("/v1/models")).json()
-                    if models.get("data"):
-                        return
-                except (httpx.HTTPError, ValueError):
-                    pass
+                with contextlib.suppress(httpx.HTTPError, ValueError):
+                    listed: list[dict[str, object]] = (await http.get(path)).json().get(key)
+                    if listed:
+                        return listed
                 await asyncio.sleep(0.05)
-        raise AssertionError(f"the gateway serves no model after {START_TIMEOUT_S} s:\n{self.log_text()}")
+        raise AssertionError(f"the gateway lists nothing at {path} after {TIMEOUT_S} s:\n{self.log_text()}")
 
     def log_text(self) -> str:
         return self._log_path.read_text(errors="replace")
@@ -130,6 +134,8 @@ async def test_text_chats_streams_and_samples_through_the_gateway_are_those_of_o
             stop = text[3:5]
             stopped = await client.completions.create(prompt=PROMPT, stop=[stop], **asked)
             assert stopped.choices[0].text == text[: text.index(stop)]
+            (load,) = await gateway.ask("/get_loads", "loads")
+            assert load["max_total_num_tokens"] == decode.core.facts.capacity_tokens, load
             with pytest.raises(openai.APIStatusError, match=r"sampling_params\.min_p: 0\.5 given"):
                 await client.completions.create(prompt=PROMPT, model="tiny", extra_body={"min_p": 0.5})
         await decode.assert_all_blocks_return()
