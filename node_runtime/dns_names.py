@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 
-from node_runtime.rpc.address import format_address, parse_address
+from node_runtime.address import format_address, parse_address
 
 _log = logging.getLogger("pdmesh.names")
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from node_runtime.config import ComputeNodeConfig
-from node_runtime.handoff.prefill_session import DEFAULT_GRANT_BOUND_S
+from node_runtime.handoff.lease import DEFAULT_GRANT_BOUND_S
 
 
 class PrefillNodeConfig(ComputeNodeConfig):

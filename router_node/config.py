@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from node_runtime.address import format_address, parse_address
 from node_runtime.config import ByteSize, NodeConfig, parse_size
 from node_runtime.dns_names import check_entry
 from node_runtime.errors import InvalidRequest
-from node_runtime.rpc import format_address, parse_address
 from router_node.placement_policy import PolicyName
 
 _MIN_FOLLOW_INTERVAL_S = 0.01

@@ -16,6 +16,9 @@ from node_runtime.handoff.messages import MAX_LEASE_MS, MIN_LEASE_MS
 # What a decode node grants unless its configuration says otherwise: long enough for a node whose event loop is late,
 # short enough that the blocks of a silent peer are not missed.
 DEFAULT_LEASE_S = 4.0
+# How long a prompt may be ready without a grant unless the configuration says otherwise: it keeps its memory, and its
+# place among the bounded number of such prompts, from the requests of other decode nodes.
+DEFAULT_GRANT_BOUND_S = 120.0
 MIN_LEASE_S = MIN_LEASE_MS / 1000
 MAX_LEASE_S = MAX_LEASE_MS / 1000
 # So many Beats are sent per lease: three may be late or lost before it lapses.

@@ -42,15 +42,12 @@ from node_runtime.handoff.events import (
     SubmitPrompt,
     Tick,
 )
-from node_runtime.handoff.lease import WriterLease, beat_interval_ms
+from node_runtime.handoff.lease import DEFAULT_GRANT_BOUND_S, WriterLease, beat_interval_ms
 from node_runtime.handoff.states import PREFILL_TABLE, PREFILL_TERMINAL, PrefillState, Verdict, refuse
 
 # How long a granted handoff may stand still, with nothing computed on the whole node and nothing landed, before the
 # prefill node gives it up. Waiting for other prompts is no standstill.
 STALL_BOUND_S = 30.0
-# How long a prompt may be ready without a grant unless the configuration says otherwise: it keeps its memory, and its
-# place among the bounded number of such prompts, from the requests of other decode nodes.
-DEFAULT_GRANT_BOUND_S = 120.0
 
 RESOURCE_EXHAUSTED = 8
 UNAVAILABLE = 14

@@ -9,6 +9,6 @@ pass the time in, and bring a Tick when `wakeup_at_s` has come. An event that br
 from __future__ import annotations
 
 from node_runtime.handoff.decode_session import DecodeHandoff
-from node_runtime.handoff.prefill_session import DEFAULT_GRANT_BOUND_S, STALL_BOUND_S, PrefillHandoff
+from node_runtime.handoff.prefill_session import STALL_BOUND_S, PrefillHandoff
 
-__all__ = ["DEFAULT_GRANT_BOUND_S", "STALL_BOUND_S", "DecodeHandoff", "PrefillHandoff"]
+__all__ = ["STALL_BOUND_S", "DecodeHandoff", "PrefillHandoff"]

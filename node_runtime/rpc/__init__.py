@@ -8,8 +8,8 @@ import os
 # reaches us as statuses and exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from node_runtime.address import format_address, parse_address
 from node_runtime.rpc.access import ANYBODY, Caller, Credentials, MeshAccess, only_reads
-from node_runtime.rpc.address import format_address, parse_address
 from node_runtime.rpc.channel import Channel, ChannelPool, DuplexCall, connect
 from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.deadlines import deadline_within, remaining_s

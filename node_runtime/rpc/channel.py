@@ -12,8 +12,8 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 
+from node_runtime.address import parse_address
 from node_runtime.errors import NodeError, PeerUnavailable
-from node_runtime.rpc.address import parse_address
 from node_runtime.rpc.deadlines import call_timeout_s
 from node_runtime.rpc.errors import error_from_rpc
 from node_runtime.rpc.telemetry import rpc_metadata

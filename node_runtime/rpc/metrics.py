@@ -20,8 +20,8 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, start_http_server
 
+from node_runtime.address import format_address
 from node_runtime.errors import BadConfig, PortInUse
-from node_runtime.rpc.address import format_address
 from node_runtime.rpc.otlp import EXPORT_TIMEOUT_S, channel_options, endpoint_url, is_secure
 
 Labels = Mapping[str, str]

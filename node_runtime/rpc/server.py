@@ -14,10 +14,10 @@ from typing import TypeVar, cast
 
 import grpc
 
+from node_runtime.address import format_address
 from node_runtime.config import NodeConfig
 from node_runtime.errors import BadConfig, NodeError, PortInUse
 from node_runtime.rpc.access import AccessPolicy, Credentials, MeshAccess, OpenAccess
-from node_runtime.rpc.address import format_address
 from node_runtime.rpc.calls import CallGuard
 from node_runtime.rpc.context import RpcContext
 from node_runtime.rpc.health import Health, add_reflection

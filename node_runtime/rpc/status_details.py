@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from node_runtime.address import parse_address
 from node_runtime.errors import InvalidRequest, NodeError, PrefillFailed
-from node_runtime.rpc.address import parse_address
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 DOMAIN: Final = "pdmesh"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2
 
 from model_runtime.sampler import SampledToken, SamplingParams
+from node_runtime.address import parse_address
 from node_runtime.request_rules import (
     check_extra_keys,
     check_lengths,
@@ -19,7 +20,6 @@ from node_runtime.request_rules import (
     check_token_ids,
     require,
 )
-from node_runtime.rpc.address import parse_address
 from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
 
 _MS_PER_S = 1000
