@@ -41,6 +41,14 @@ class UnknownModel(NodeError):
     """The model asked for is not served here."""
 
 
+class UnknownTrace(NodeError):
+    """No trace of that name is held here, or not any more."""
+
+
+class TracesNotKept(NodeError):
+    """Traces were asked for where none are kept."""
+
+
 class DuplicateRequest(NodeError):
     """A live request of this node has the same request_id."""
 

@@ -214,9 +214,9 @@ async def run_up(options: UpOptions, console: Console) -> None:
 async def _serve_until_cancelled(running: RunningMesh, options: UpOptions, console: Console) -> None:
     if not options.show_waterfalls:
         await asyncio.get_running_loop().create_future()
-    async for trace_id in running.traces.finished_traces():
+    async for ended in running.traces.ended_requests():
         await asyncio.sleep(_TRACE_SETTLE_S)
-        console.print(Waterfall(spans=running.traces.spans(trace_id)))
+        console.print(Waterfall(spans=running.traces.spans(ended.span.trace_id)))
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _attributes_of(attributes: Iterable[KeyValue]) -> dict[str, AttributeValue]:
 
 
 def _value_of(value: AnyValue) -> AttributeValue:
-    """Scalars as they are, composite values as text."""
+    """Scalars as they are, lists with semicolons between their parts, other composite values as text."""
     match value.WhichOneof("value"):
         case "string_value":
             return value.string_value
@@ -121,6 +121,8 @@ def _value_of(value: AnyValue) -> AttributeValue:
             return value.int_value
         case "double_value":
             return value.double_value
+        case "array_value":
+            return "; ".join(str(_value_of(part)) for part in value.array_value.values)
         case _:
             return str(value).strip()
 

@@ -74,6 +74,8 @@ class PlacementChoice:
             return {}
         pair, estimate = decision.pair, decision.estimate
         return {
+            span_names.PDMESH_DECODE_NODE: self.decode.node_id,
+            span_names.PDMESH_PREFILL_NODE: "" if self.prefill is None else self.prefill.node_id,
             span_names.PDMESH_PLACE_POLICY: decision.policy,
             span_names.PDMESH_PLACE_REASON: decision.reason,
             span_names.PDMESH_PLACE_CANDIDATES: decision.num_candidates,

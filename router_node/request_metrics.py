@@ -1,4 +1,5 @@
 """What is measured of every request at the router: time to its first token, between tokens and in all, and its tokens.
+The time to the first token is told to the trace as well.
 
 Names and bounds are those of the OpenTelemetry semantic conventions for generative AI; `pdmesh.*` where they have none.
 Source: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
@@ -15,7 +16,7 @@ from typing import Final
 from pdmesh.v1 import inference_pb2
 
 from node_runtime.clock import Clock
-from node_runtime.rpc import Metrics, span_names
+from node_runtime.rpc import Metrics, Span, span_names
 
 _DURATION_BOUNDS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_BOUNDS_S: Final = (
@@ -23,6 +24,7 @@ _FIRST_TOKEN_BOUNDS_S: Final = (
 )
 _TOKEN_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _CANCELLED: Final = "cancelled"
+_MS_PER_S: Final = 1000.0
 
 
 class RequestMetrics:
@@ -46,9 +48,11 @@ class RequestMetrics:
         )
 
     @contextmanager
-    def measuring(self, operation: str) -> Iterator[RequestMeasurement]:
-        """Measures the request inside the block; an exception that leaves it becomes its `error.type`."""
-        measurement = RequestMeasurement(self, operation)
+    def measuring(self, operation: str, span: Span) -> Iterator[RequestMeasurement]:
+        """Measures the request inside the block, whose span it is; an exception that leaves the block becomes its
+        `error.type`.
+        """
+        measurement = RequestMeasurement(self, operation, span)
         try:
             yield measurement
         except (asyncio.CancelledError, GeneratorExit):
@@ -72,8 +76,9 @@ class _Progress:
 class RequestMeasurement:
     """One request, with all its samples."""
 
-    def __init__(self, instruments: RequestMetrics, operation: str) -> None:
+    def __init__(self, instruments: RequestMetrics, operation: str, span: Span) -> None:
         self._instruments = instruments
+        self._span = span
         self._labels = {
             span_names.GEN_AI_OPERATION_NAME: operation,
             span_names.GEN_AI_PROVIDER_NAME: span_names.PROVIDER_PDMESH,
@@ -106,7 +111,9 @@ class RequestMeasurement:
         instruments = self._instruments
         now_s = instruments.clock.now_s()
         if not self._progress:
-            instruments.time_to_first_token.record(now_s - self._began_at_s, self._labels)
+            waited_s = now_s - self._began_at_s
+            instruments.time_to_first_token.record(waited_s, self._labels)
+            self._span.set(span_names.PDMESH_TIME_TO_FIRST_TOKEN_MS, waited_s * _MS_PER_S)
         sample = self._progress.setdefault(index, _Progress(first_token_at_s=now_s))
         sample.last_token_at_s = now_s
         sample.num_tokens += num_tokens

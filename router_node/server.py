@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc
+from pdmesh.v1 import inference_pb2_grpc, mesh_pb2_grpc, traces_pb2_grpc
 
 from model_runtime.text.errors import ChatTemplateError, TokenizerError
 from model_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +47,7 @@ from router_node.retry import RetryBudget, RetryPolicy
 from router_node.routed_request import RoutingParts
 from router_node.service import InferenceService, RouterParts
 from router_node.tenants import RouterAccess, Tenants
+from router_node.trace_service import TraceService
 from router_node.trace_store import TraceStore
 from router_node.ui import MeshView, UiParts, ui_routes
 
@@ -185,6 +186,7 @@ class Router:
         inference = InferenceService(parts)
         self._server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
         traces = self._make_traces()
+        self._server.add(traces_pb2_grpc.add_TracesServicer_to_server, TraceService(traces))
         if config.http:
             self._http = self._make_http(inference, reporter, traces)
         node_service = NodeService(reporter, self._server, self._on_drain)

@@ -70,7 +70,7 @@ class InferenceService:
         operation = _operation(request)
         with (
             parts.routing.telemetry.span(f"{operation} {parts.model_name}", kind=SpanKind.SERVER) as span,
-            parts.metrics.measuring(operation) as measured,
+            parts.metrics.measuring(operation, span) as measured,
         ):
             check_request_id(request.request_id, allow_empty=True)
             request_id = request.request_id or uuid.uuid4().hex

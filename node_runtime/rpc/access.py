@@ -16,7 +16,13 @@ OPERATOR: Final = "operator"
 _READING: Final = frozenset(("router", "prefill", "decode", "fused", OPERATOR))
 # Who sends spans and metrics, where a router receives them.
 _NODES: Final = frozenset(("router", "prefill", "decode", "fused"))
-_METHODS_FOR_READING: Final = ("/pdmesh.v1.Node/GetNodeInfo", "/pdmesh.v1.Node/GetNodeStatus")
+_METHODS_FOR_READING: Final = (
+    "/pdmesh.v1.Node/GetNodeInfo",
+    "/pdmesh.v1.Node/GetNodeStatus",
+    "/pdmesh.v1.Traces/ListRequests",
+    "/pdmesh.v1.Traces/GetTrace",
+    "/pdmesh.v1.Traces/FollowRequests",
+)
 # Tells more than how a node is: which prompts it has cached.
 _METHOD_FOR_ROUTERS: Final = "/pdmesh.v1.Node/Follow"
 # What gateways of other projects call in the place of a router.
@@ -108,7 +114,7 @@ def roles_for(method: str) -> frozenset[str]:
 
 
 def only_reads(method: str) -> bool:
-    """Whether `method` asks a node about itself and changes nothing."""
+    """Whether `method` asks a node about itself, or about what it did, and changes nothing."""
     return method in _METHODS_FOR_READING
 
 

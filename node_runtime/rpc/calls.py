@@ -38,7 +38,8 @@ ResultT = TypeVar("ResultT")
 
 # The servicers of gRPC itself. Their streams stay open for as long as the client likes, so no deadline is put on them.
 _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
-_NODE_SERVICE = "/pdmesh.v1.Node/"
+# Questions about the node itself: answered until the end, and never what a drain waits for.
+_ABOUT_THE_NODE = ("/pdmesh.v1.Node/", "/pdmesh.v1.Traces/")
 _ENGINE_PROTOCOL = f"/{ENGINE_PROTOCOL}/"
 
 _log = logging.getLogger("pdmesh.rpc")
@@ -101,7 +102,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     @property
     def num_running(self) -> int:
-        """Calls being served, those of gRPC's own services and of the Node service not counted."""
+        """Calls being served, those of gRPC's own services and questions about the node not counted."""
         return len(self._running)
 
     @property
@@ -110,7 +111,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return self._is_draining
 
     def begin_drain(self) -> None:
-        """Refuses new calls from now on, those of the Node service excepted."""
+        """Refuses new calls from now on, questions about the node excepted."""
         self._is_draining = True
 
     async def drain(self, grace_s: float) -> None:

@@ -48,6 +48,8 @@ PDMESH_RESUMED_TOKENS: Final = "pdmesh.resumed_tokens"
 # Why a decode node computed the prompt itself: "short" or "fallback".
 PDMESH_LOCAL_PREFILL: Final = "pdmesh.local_prefill"
 PDMESH_ATTEMPT: Final = "pdmesh.attempt"
+# From the request to its first token, as the router measured it.
+PDMESH_TIME_TO_FIRST_TOKEN_MS: Final = "pdmesh.time_to_first_token_ms"
 PDMESH_SAMPLE: Final = "pdmesh.sample"
 # What became of a second attempt beside a slow first one: "won", "lost" or "failed".
 PDMESH_HEDGE_OUTCOME: Final = "pdmesh.hedge_outcome"

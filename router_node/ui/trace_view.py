@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Final
 
 from router_node.trace_store import Span, TraceStore
+from router_node.trace_summary import KIND_BY_NAME, summary_of
 from router_node.ui.mesh_view import JsonObject
 
 _MAX_LISTED: Final = 60
-# What the time of a span was spent on; the rest enclose others.
-KIND_BY_NAME: Mapping[str, str] = MappingProxyType(
-    {
-        "pdmesh.tokenize": "compute",
-        "pdmesh.prefill.queue": "queue",
-        "pdmesh.prefill.compute": "compute",
-        "pdmesh.transfer": "transfer",
-        "pdmesh.decode.queue": "queue",
-        "pdmesh.decode.generate": "decode",
-    }
-)
 
 
 def list_traces(store: TraceStore) -> Sequence[JsonObject]:
-    """The newest requests first, as far as their roots have arrived."""
-    listed: list[JsonObject] = []
-    for trace_id in reversed(store.trace_ids()):
-        spans = store.spans(trace_id)
-        root = next((span for span in spans if not span.parent_span_id or span.name.startswith(_REQUESTS)), None)
-        if root is not None:
-            listed.append(_line(root, spans))
-        if len(listed) == _MAX_LISTED:
-            break
-    return listed
+    """The newest requests first, as far as their own spans have arrived."""
+    return [_line(request, store.spans(request.trace_id)) for request in store.newest_requests(_MAX_LISTED)]
 
 
-# A caller may have opened the trace: then the root is its own, and not here.
-_REQUESTS: Final = ("chat ", "text_completion ")
-
-
-def _line(root: Span, spans: Sequence[Span]) -> JsonObject:
+def _line(request: Span, spans: Sequence[Span]) -> JsonObject:
+    summary = summary_of(request)
     phases: list[JsonObject] = [
         {"kind": KIND_BY_NAME[span.name], "name": span.name, "start_ms": _ms(span.start_ns), "end_ms": _ms(span.end_ns)}
         for span in spans
         if span.name in KIND_BY_NAME
     ]
     return {
-        "trace_id": root.trace_id,
-        "name": root.name,
-        "start_ms": _ms(root.start_ns),
-        "end_ms": _ms(root.end_ns),
-        "error": root.error,
-        "request_id": root.attributes.get("pdmesh.request_id", ""),
-        "prefill_node": root.attributes.get("pdmesh.prefill_node", ""),
-        "decode_node": root.attributes.get("pdmesh.decode_node", ""),
-        "input_tokens": root.attributes.get("gen_ai.usage.input_tokens", 0),
-        "output_tokens": root.attributes.get("gen_ai.usage.output_tokens", 0),
+        "trace_id": summary.trace_id,
+        "name": summary.name,
+        "start_ms": _ms(summary.start_ns),
+        "end_ms": _ms(summary.end_ns),
+        "error": summary.error,
+        "request_id": summary.request_id,
+        "prefill_node": summary.prefill_node,
+        "decode_node": summary.decode_node,
+        "input_tokens": summary.input_tokens,
+        "output_tokens": summary.output_tokens,
         "phases": phases,
     }
 

@@ -54,17 +54,57 @@ async def test_waiting_ends_as_soon_as_the_trace_is_complete() -> None:
     assert {span.span_id for span in await waiter} == {"a", "b"}
 
 
-async def test_traces_are_followed_from_the_moment_their_roots_arrive() -> None:
+async def test_requests_are_followed_from_the_moment_their_own_spans_arrive() -> None:
     store = TraceStore()
     await store.add([_span("old", "a")])
-    following = store.finished_traces()
+    following = store.ended_requests()
     first = asyncio.ensure_future(anext(following))
     await asyncio.sleep(0)
     await store.add([_span("t1", "b", "a")])
     await asyncio.sleep(0)
     assert not first.done()
-    await store.add([_span("t1", "a"), _span("t2", "a")])
-    assert [await first, await anext(following)] == ["t1", "t2"]
+    await store.add([_span("t1", "a"), _span("t2", "a"), _span("t2", "a")])
+    assert [(await first).span.trace_id, (await anext(following)).span.trace_id] == ["t1", "t2"]
+    resumed = store.ended_requests(after=1)
+    assert [(await anext(resumed)).sequence for _ in range(2)] == [2, 3]
+
+
+async def test_a_follower_of_another_process_s_store_begins_with_what_ends_from_now_on() -> None:
+    store = TraceStore()
+    await store.add([_span("old", "a")])
+    following = store.ended_requests(after=7)
+    first = asyncio.ensure_future(anext(following))
+    await asyncio.sleep(0)
+    await store.add([_span("new", "a")])
+    assert (await first).span.trace_id == "new"
+
+
+async def test_a_request_is_known_by_its_name_where_its_client_opened_the_trace() -> None:
+    store = TraceStore()
+    await store.add([_span("t1", "b", "of the client", name="chat tiny"), _span("t1", "c", "b", name="pdmesh.place")])
+    await store.add([_span("t2", "a", name="another root", start_ns=1), _span("t2", "b", "a", name="chat tiny")])
+    assert [(span.trace_id, span.span_id) for span in store.newest_requests(5)] == [("t2", "b"), ("t1", "b")]
+    assert [span.trace_id for span in store.newest_requests(1)] == ["t2"]
+
+
+async def test_a_trace_is_found_by_its_id_the_beginning_of_it_and_its_requests() -> None:
+    store = TraceStore(max_traces=2)
+    mine = Span(
+        trace_id="abcd01",
+        span_id="a",
+        parent_span_id="",
+        name="chat m",
+        node="n",
+        start_ns=0,
+        end_ns=0,
+        attributes={"pdmesh.request_id": "mine"},
+    )
+    await store.add([mine, _span("abcd02", "a")])
+    assert store.find("abcd01") == store.find("mine") == ("abcd01",)
+    assert store.find("abcd") == ("abcd01", "abcd02")
+    assert store.find("other") == ()
+    await store.add([_span("ef", "a")])
+    assert store.find("mine") == (), "the ring forgot it"
 
 
 async def test_waiting_gives_what_is_there_when_the_time_is_up() -> None:

@@ -19,7 +19,7 @@ from pdmesh.v1 import mesh_pb2
 from unit.router_node.fakes import FakeNode, RunningRouter, StartRouter
 
 from node_runtime.rpc import Telemetry, current_context
-from router_node.ui.trace_view import KIND_BY_NAME
+from router_node.trace_summary import KIND_BY_NAME
 
 MS = 1_000_000
 BEGAN_NS = 1_800_000_000_000 * MS
