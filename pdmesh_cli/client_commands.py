@@ -10,11 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pdmesh_cli.client import AsyncPdmeshClient
-from pdmesh_cli.client_types import GenerateOptions
+from pdmesh_cli.defaults import DEFAULT_ROUTER
 from pdmesh_cli.failures import EXIT_FAILURE, reported_failures
-from pdmesh_cli.identity import Identity, identity_of
-from pdmesh_cli.options import DEFAULT_ROUTER, Router, Timeout, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
+from pdmesh_cli.options import Router, Timeout, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
 
 
 def chat(
@@ -33,6 +31,9 @@ def chat(
 ) -> None:
     """Talk with the model. Every turn finds the conversation before it in the cache."""
     from pdmesh_cli.chat import PROMPT, Conversation, run_chat
+    from pdmesh_cli.client import AsyncPdmeshClient
+    from pdmesh_cli.client_types import GenerateOptions
+    from pdmesh_cli.identity import Identity, identity_of
 
     out, err = Console(), Console(stderr=True, highlight=False)
     options = GenerateOptions(model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -68,6 +69,8 @@ def bench(
     tls_server_name: TlsServerName = None,
 ) -> None:
     """Send random prompts and show throughput and latencies. Fails if any request did."""
+    from pdmesh_cli.client import AsyncPdmeshClient
+    from pdmesh_cli.identity import Identity, identity_of
     from pdmesh_cli.load import Load, Outcomes, describe_failures, describe_rates, figures, load_table, run_load
 
     async def send(load: Load, identity: Identity) -> Outcomes:

@@ -5,13 +5,13 @@ Starts nothing. Knows the configuration of every role, and nothing of what the r
 
 from __future__ import annotations
 
-import inspect
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 
 import typer
 import yaml
@@ -23,7 +23,8 @@ from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from node_runtime.config import FIELD_ALIASES, NodeConfig, format_size, has_own_syntax, parse_size
 from node_runtime.config_sources import DEFAULT_ORIGIN, FILE_FORMATS, ROLE_KEY, Resolved, parse_config_file
 from node_runtime.errors import BadConfig
-from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged
+from pdmesh_cli.failures import reported_failures
+from pdmesh_cli.flags import CONFIG_FILE_PARAMETER, FlagValue, config_parameters, load_merged, take_parameters
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
 
@@ -34,8 +35,10 @@ ROLE_CONFIGS: Mapping[str, type[NodeConfig]] = {
 HIDDEN = "***"
 _MAX_ALIGNED = 48
 _MUST_AGREE = ("dtype", "prefix_granularity", "weight_version")
-TAKES_ROLE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of a command that leaves the options of a role to `resolve_arguments`."""
+# Of a command that leaves the options of a role to `resolve_arguments`.
+_TAKES_ROLE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Parameters = ParamSpec("Parameters")
 
 _FileArgument = Annotated[list[Path], typer.Argument(metavar="<file>...", help=f"{FILE_FORMATS} files.")]
 _Role = Annotated[
@@ -90,9 +93,7 @@ def _parse_options(role: str, config_type: type[NodeConfig], arguments: Sequence
         parsed.append(_ParsedOptions(config_file=config_file, flags=flags))
 
     parameters = [CONFIG_FILE_PARAMETER, *config_parameters(config_type, panel_of=lambda _: None)]
-    # No function is declared to have a signature, yet `inspect` documents the attribute for this.
-    command.__signature__ = inspect.Signature([*parameters])  # type: ignore[attr-defined]
-    command.__annotations__ = {}
+    take_parameters(command, parameters)
     parser = typer.Typer(add_completion=False)
     parser.command(add_help_option=False)(command)
     typer.main.get_command(parser).main([*arguments], prog_name=f"pdmesh {role}", standalone_mode=False)
@@ -210,3 +211,20 @@ def show_values(
 def print_schema(role: _Role = "") -> None:
     """Print the JSON Schema of a role's configuration files, for editors and other tools."""
     typer.echo(json.dumps(file_schema(role), indent=2))
+
+
+def _reporting(work: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    @functools.wraps(work)
+    def command(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        with reported_failures():
+            work(*args, **kwargs)
+
+    return command
+
+
+config_app = typer.Typer(
+    help="Check and show configurations without starting a node.", no_args_is_help=True, add_completion=False
+)
+config_app.command("check")(_reporting(check_files))
+config_app.command("show", context_settings=_TAKES_ROLE_OPTIONS)(_reporting(show_values))
+config_app.command("schema")(_reporting(print_schema))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
@@ -140,6 +140,13 @@ CONFIG_FILE_PARAMETER = inspect.Parameter(
         ),
     ],
 )
+
+
+def take_parameters(command: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> None:
+    """Gives `command`, which takes whatever it is called with, the parameters that typer is to offer."""
+    # No function is declared to have a signature, yet `inspect` documents the attribute for this.
+    command.__signature__ = inspect.Signature([*parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
 
 
 def given(values: Mapping[str, FlagValue]) -> dict[str, FlagValue]:

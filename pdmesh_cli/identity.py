@@ -11,9 +11,9 @@ from node_runtime.errors import BadConfig
 from node_runtime.rpc.channel import Channel, connect
 from node_runtime.rpc.tls import TlsFiles, TlsTransport
 from node_runtime.rpc.transport import Transport
+from pdmesh_cli.defaults import TOKEN_VARIABLE
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
-TOKEN_VARIABLE: Final = "PDMESH_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,8 @@ from typing import Annotated, Final
 
 import typer
 
-from pdmesh_cli.identity import TOKEN_VARIABLE
-from pdmesh_cli.up import DEFAULT_ROUTER_PORT
+from pdmesh_cli.defaults import TOKEN_VARIABLE
 
-DEFAULT_ROUTER: Final = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
 _TRUST: Final = "Secured meshes"
 
 Router = Annotated[str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="Address of the router.")]

@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from node_runtime.address import format_address
 from node_runtime.errors import BadConfig
-from node_runtime.rpc import format_address
 from pdmesh_cli.child import Announcement, LogSink
 from pdmesh_cli.collector import Collector
+from pdmesh_cli.defaults import DEFAULT_HTTP_PORT, DEFAULT_ROUTER_PORT
 from pdmesh_cli.flags import FlagValue, flags_for
 from pdmesh_cli.logs import ConsoleLogs, style_of
 from pdmesh_cli.mesh import Mesh, MeshPlan, num_usable_cores, shared_num_threads
@@ -31,8 +32,6 @@ from pdmesh_cli.status import wait_until_serving
 from pdmesh_cli.waterfall import Waterfall
 from router_node.trace_store import TraceStore
 
-DEFAULT_ROUTER_PORT = 7700
-DEFAULT_HTTP_PORT = 7780
 # Nodes export every 200 ms; a trace whose root is here is whole a little later.
 _TRACE_SETTLE_S = 0.6
 # By the router, for its live page.

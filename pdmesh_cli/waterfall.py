@@ -1,6 +1,6 @@
 """Draws one trace as a waterfall: a tree of span names beside bars on a common time axis.
 
-Knows spans only, neither how they were collected nor what request they belong to.
+Knows spans only, not how they were collected; what their attributes say is `span_facts`' business.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 from rich.text import Text
 
+from pdmesh_cli.span_facts import SpanFact, facts_of
+from pdmesh_cli.terminal import printable
 from router_node.trace_store import Span
+from router_node.trace_summary import KIND_BY_NAME
 
 _OFFSET_WIDTH = 9
 _DURATION_WIDTH = 12
@@ -38,19 +42,10 @@ class SpanKind(Enum):
         return self.value[1]
 
 
-_KIND_BY_NAME = {
-    "pdmesh.tokenize": SpanKind.COMPUTE,
-    "pdmesh.prefill.queue": SpanKind.QUEUE,
-    "pdmesh.prefill.compute": SpanKind.COMPUTE,
-    "pdmesh.transfer": SpanKind.TRANSFER,
-    "pdmesh.decode.queue": SpanKind.QUEUE,
-    "pdmesh.decode.generate": SpanKind.DECODE,
-}
-
-
 def kind_of(span: Span) -> SpanKind:
     """Spans that only enclose others, and unknown ones, are envelopes."""
-    return _KIND_BY_NAME.get(span.name, SpanKind.ENVELOPE)
+    name = KIND_BY_NAME.get(span.name)
+    return SpanKind.ENVELOPE if name is None else SpanKind[name.upper()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +116,9 @@ class Waterfall:
             yield _line(row, layout)
         yield from _notes(self.spans)
         yield _legend()
+        facts = facts_of(tuple(row.span for row in rows))
+        if facts:
+            yield _facts_table(facts)
 
 
 def _layout_of(rows: Sequence[TreeRow], width: int) -> _Layout:
@@ -155,9 +153,9 @@ def _counted(count: int, noun: str) -> str:
 def _line(row: TreeRow, layout: _Layout) -> Text:
     span, kind = row.span, kind_of(row.span)
     begin, end = layout.bar_range(span)
-    name = Text.assemble((row.branch, "bright_black"), (span.name, "red" if span.error else ""))
+    name = Text.assemble((row.branch, "bright_black"), (printable(span.name), "red" if span.error else ""))
     name.truncate(layout.name_width, overflow="ellipsis", pad=True)
-    node = Text(span.node, style="bright_black")
+    node = Text(printable(span.node), style="bright_black")
     node.truncate(layout.node_width, overflow="ellipsis", pad=True)
     offset_ms = (span.start_ns - layout.origin_ns) / 1e6
     return Text.assemble(
@@ -176,12 +174,22 @@ def _line(row: TreeRow, layout: _Layout) -> Text:
 
 def _notes(spans: Sequence[Span]) -> list[Text]:
     """Failures in full, and how much of the tree is missing."""
-    notes = [Text(f"{span.name} on {span.node} failed: {span.error}", style="red") for span in spans if span.error]
+    failures = [f"{span.name} on {span.node} failed: {span.error}" for span in spans if span.error]
+    notes = [Text(printable(failure), style="red") for failure in failures]
     span_ids = {span.span_id for span in spans}
     num_orphans = sum(1 for span in spans if span.parent_span_id and span.parent_span_id not in span_ids)
     if num_orphans:
         notes.append(Text(f"{_counted(num_orphans, 'span')} without the parent, which has not arrived", style="yellow"))
     return notes
+
+
+def _facts_table(facts: Sequence[SpanFact]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for fact in facts:
+        table.add_row(fact.label, Text(printable(fact.text)))
+    return table
 
 
 def _legend() -> Text:

@@ -25,6 +25,7 @@ _COMMANDS = (
     "chat",
     "bench",
     "status",
+    "trace",
     "drain",
     "config check",
     "config show",
