@@ -39,6 +39,9 @@ class RouterConfig(NodeConfig):
         default="",
         description="host:port to serve the OpenAI-compatible HTTP API at; port 0 takes a free one. Default: nowhere.",
     )
+    http_max_connections: int = Field(
+        default=4096, ge=1, description="HTTP connections that may be open at a time; more are refused with 503."
+    )
     poll_interval_s: float = Field(
         default=1.0, gt=0, le=60, description="How often nodes are asked while one of them is not usable. Seconds."
     )

@@ -37,7 +37,15 @@ from router_node.membership import Membership
 from router_node.node_follower import NodeFollower
 from router_node.node_pool import ComputeRole, NodePool
 from router_node.observations import Observations
-from router_node.openai_api import ApiParts, HttpsContexts, HttpServer, make_app
+from router_node.openai_api import (
+    ApiParts,
+    BodyLimits,
+    BodyReader,
+    ConnectionLimits,
+    HttpsContexts,
+    HttpServer,
+    make_app,
+)
 from router_node.otlp_receiver import add_otlp_services
 from router_node.placement import Placer
 from router_node.reporter import RouterReporter
@@ -56,6 +64,8 @@ _log = logging.getLogger("pdmesh.router")
 # A request has about a dozen.
 _MAX_SPANS_PER_TRACE = 256
 _PARTING_POLL_S = 1.0
+# Of requests over HTTP that are being received.
+_MAX_BODY_BYTES_OF_ALL = 256 * 2**20
 
 
 async def serve(config: RouterConfig) -> int:
@@ -211,7 +221,12 @@ class Router:
             tokenizer=self._tokenizer,
             clock=self._clock,
             model_name=config.model_name(),
-            max_body_bytes=config.max_message_bytes,
+            bodies=BodyReader(
+                BodyLimits(
+                    max_bytes=config.max_message_bytes,
+                    max_bytes_of_all=max(config.max_message_bytes, _MAX_BODY_BYTES_OF_ALL),
+                )
+            ),
             is_ready=lambda: self._pool.is_ready,
         )
         host, port = parse_address(config.http, min_port=0)
@@ -226,7 +241,14 @@ class Router:
         files, tls = tls_files_of(config), None
         if files is not None:
             tls = HttpsContexts(files, demands_client_certificate=config.demands_client_certificates).listening
-        return HttpServer(make_app(parts, pages), host=host, port=port, advertise_host=config.advertise_host, tls=tls)
+        return HttpServer(
+            make_app(parts, pages),
+            host=host,
+            port=port,
+            advertise_host=config.advertise_host,
+            tls=tls,
+            limits=ConnectionLimits(max_connections=config.http_max_connections),
+        )
 
     def _make_routing(self) -> RoutingParts:
         config = self._config

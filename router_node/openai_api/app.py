@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeVar, cast
 from pdmesh.v1 import inference_pb2
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
@@ -40,6 +40,7 @@ from router_node.openai_api.answers import (
     Sample,
 )
 from router_node.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, parse_body
+from router_node.openai_api.body_reading import BodyReader
 from router_node.openai_api.failures import BadBody, HttpFailure, failure_for
 from router_node.service import InferenceService
 
@@ -48,7 +49,6 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 TRACE_ID_HEADER: Final = "x-pdmesh-trace-id"
 _NS_PER_S: Final = 1_000_000_000
 _MAX_TIMEOUT_MS: Final = 86_400_000
-_JSON: Final = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
 _JSON_TYPE: Final = "application/json"
 # How long the failure of a call may take to be written.
 _FAREWELL_S: Final = 1.0
@@ -93,7 +93,7 @@ class ApiParts:
     tokenizer: Tokenizer
     clock: Clock
     model_name: str
-    max_body_bytes: int
+    bodies: BodyReader
     is_ready: Callable[[], bool]
 
 
@@ -201,13 +201,15 @@ class _Generation:
                     await reply.fail(failure_for(error, self._body_kind.field_names))
 
     async def _serve(self, request: Request, receive: Receive, reply: _Reply, context: RpcContext) -> None:
-        content = await _read_body(request, self._parts.max_body_bytes)
+        content = await self._parts.bodies.read(request)
         async with _cancelled_when_gone(receive, reply):
             request_id = request.headers.get(REQUEST_ID_HEADER, "")
             check_request_id(request_id, allow_empty=True)
             request_id = request_id or uuid.uuid4().hex
             reply.add_header(REQUEST_ID_HEADER, request_id)
             body = parse_body(self._body_kind, content)
+            # An answer may take long, and many may run.
+            del content
             asked = body.to_request(request_id)
             head = AnswerHead(
                 request_id=request_id,
@@ -356,24 +358,6 @@ async def _cancelled_when_gone(receive: Receive, reply: _Reply) -> AsyncIterator
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises BadBody, before all of it was read, for one that is too long or of another type."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
-    if not _JSON.fullmatch(content_type):
-        raise BadBody(f'content-type: "{content_type}" given, {_JSON_TYPE} required', http_status=415)
-    pieces: list[bytes] = []
-    num_bytes = 0
-    try:
-        async for piece in request.stream():
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                raise BadBody(f"body: more than {max_bytes} bytes given, at most that allowed", http_status=413)
-            pieces.append(piece)
-    except ClientDisconnect:
-        raise RequestCancelled("the client left before it had sent its request") from None
-    return b"".join(pieces)
 
 
 def _asked_limit_s(header: str | None) -> float | None:

@@ -20,12 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from node_runtime.errors import BadConfig, PortInUse
 from node_runtime.rpc import format_address
+from router_node.openai_api.connections import ConnectionLimits, bounded_by
 from router_node.openai_api.failures import HttpFailure
 
 # Request line and headers together.
 MAX_HEADER_BYTES: Final = 16 * 1024
 _BACKLOG: Final = 1024
-_KEEP_ALIVE_S: Final = 75
 # Calls are over when a server is stopped; this is for what is still on its way to a client.
 _FAREWELL_S: Final = 1
 
@@ -41,10 +41,12 @@ class HttpServer:
         port: int,
         advertise_host: str = "",
         tls: ssl.SSLContext | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         """Port 0 takes a free one. `advertise_host`: where clients reach this machine, if not at `host`. With `tls` it
         speaks HTTPS.
         """
+        limits = limits or ConnectionLimits()
         self._tls = tls
         self._host = host
         self._port = port
@@ -52,7 +54,7 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 _Front(app),
-                http="h11",
+                http=bounded_by(limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -62,7 +64,7 @@ class HttpServer:
                 date_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=limits.idle_s,
             )
         )
         self._socket: socket.socket | None = None
