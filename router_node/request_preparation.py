@@ -219,6 +219,10 @@ class RequestPreparer:
         for index, message in enumerate(chat.messages):
             _read_message(message, index)
         require(self._tokenizer.has_chat_template, "prompt.chat: the model has no chat template; send text or tokens")
+        require(
+            not chat.tools_json or self._tokenizer.shows_tools,
+            "prompt.chat.tools_json: the model's chat template knows no tools",
+        )
 
     def _check_bytes(self, field: str, num_bytes: int, limit: int) -> None:
         require(num_bytes <= limit, f"{field}: {num_bytes} bytes given, at most {limit} allowed")

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from jinja2 import Environment, TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -63,7 +63,8 @@ class ChatTemplate:
         eos_token: str,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`now` answers `strftime_now`, by which some templates date their system prompt.
+        """`now` answers `strftime_now`, by which some templates date their system prompt. `shows_tools` says afterwards
+        whether the template does anything with tools.
 
         Raises ChatTemplateError for a template that does not compile.
         """
@@ -74,9 +75,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
         try:
+            parsed = environment.parse(source)
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+        self.shows_tools = any(name.name == "tools" for name in parsed.find_all(Name))
         self.source = source
         self.bos_token = bos_token
         self.eos_token = eos_token

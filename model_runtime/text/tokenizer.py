@@ -63,6 +63,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._model.chat_template is not None
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model is told of the tools that a chat comes with."""
+        model = self._model
+        return model.tool_template is not None or (model.chat_template is not None and model.chat_template.shows_tools)
+
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become themselves.
 

@@ -234,7 +234,7 @@ def _is_about_the_node(method: str) -> bool:
     """Whether it asks about the node itself: such calls are answered to the end, and never what a drain waits for."""
     if method.startswith(_ENGINE_PROTOCOL):
         return method != f"{_ENGINE_PROTOCOL}Generate"
-    return method.startswith(_NODE_SERVICE)
+    return method.startswith(_ABOUT_THE_NODE)
 
 
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:

@@ -16,6 +16,7 @@ from typing import Final
 from pdmesh.v1 import inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
+from router_node.openai_api.tool_calls import CallReader, Found, FoundCall
 
 JsonObject = dict[str, object]
 
@@ -30,6 +31,7 @@ class AnswerHead:
     """What all objects of one answer begin with, and what is to be told in it.
 
     `created_s` is seconds since the Unix epoch. `echo` is the prompt's text where it is to come before each sample's.
+    `callable_names` are the tools whose calls are told from text.
     """
 
     request_id: str
@@ -38,6 +40,8 @@ class AnswerHead:
     with_logprobs: bool
     with_usage_in_stream: bool
     echo: str = ""
+    callable_names: frozenset[str] = frozenset()
+    takes_several_calls: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,9 +82,9 @@ class AnswerShape(ABC):
     @abstractmethod
     def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject: ...
 
-    def closing(self, index: int, finish: inference_pb2.Finish) -> JsonObject:
-        """The last chunk of a sample."""
-        return self._object(self.chunk_object, [self._last_choice(index, _reason(finish))])
+    def closing(self, index: int, finish: inference_pb2.Finish) -> Sequence[JsonObject]:
+        """The last chunks of a sample."""
+        return [self._object(self.chunk_object, [self._last_choice(index, _reason(finish))])]
 
     def usage(self, finishes: Iterable[inference_pb2.Finish]) -> Sequence[JsonObject]:
         """Chunks behind those of all samples."""
@@ -120,23 +124,73 @@ class ChatAnswer(AnswerShape):
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
+        super().__init__(head, tokenizer)
+        # By sample, where there are tools.
+        self._readers: dict[int, CallReader] = {}
+
     def opening(self, index: int) -> Sequence[JsonObject]:
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
 
     def chunk(self, index: int, delta: inference_pb2.Delta) -> JsonObject | None:
         logprobs = self._logprobs(delta.tokens) if self._head.with_logprobs else None
-        if not delta.text and not (logprobs and delta.tokens):
+        shown = self._shown(index, self._found(index, delta.text))
+        if not shown and not (logprobs and delta.tokens):
             return None
-        return self._chunk(index, {"content": delta.text}, logprobs)
+        return self._chunk(index, shown or {"content": ""}, logprobs)
+
+    def closing(self, index: int, finish: inference_pb2.Finish) -> Sequence[JsonObject]:
+        reader = self._readers.get(index)
+        if reader is None:
+            return super().closing(index, finish)
+        shown = self._shown(index, reader.finish())
+        rest = [self._chunk(index, shown, None)] if shown else []
+        last = self._last_choice(index, _reason_with_calls(_reason(finish), reader.num_calls))
+        return [*rest, self._object(self.chunk_object, [last])]
+
+    def _found(self, index: int, text: str) -> Sequence[Found]:
+        """What is to be shown now that the text of a sample goes on with this."""
+        head = self._head
+        if not text or not head.callable_names:
+            return [text] if text else []
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = CallReader(head.callable_names, takes_several=head.takes_several_calls)
+            self._readers[index] = reader
+        return reader.feed(text)
+
+    def _shown(self, index: int, found: Sequence[Found]) -> JsonObject:
+        """The fields of a delta or a message that show it; none for nothing."""
+        text = "".join(part for part in found if isinstance(part, str))
+        calls = [part for part in found if isinstance(part, FoundCall)]
+        shown: JsonObject = {"content": text} if text else {}
+        if calls:
+            begin = self._readers[index].num_calls - len(calls)
+            shown["tool_calls"] = [self._call(index, begin + place, call) for place, call in enumerate(calls)]
+        return shown
+
+    def _call(self, index: int, place: int, call: FoundCall) -> JsonObject:
+        return {
+            "index": place,
+            "id": f"call_{self._head.request_id}_{index}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
 
     def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject:
         tokens = [token for delta in deltas for token in delta.tokens]
         text = "".join(delta.text for delta in deltas)
+        begun = self._found(index, text)
+        reader = self._readers.get(index)
+        shown = self._shown(index, begun if reader is None else [*begun, *reader.finish()])
+        num_calls = 0 if reader is None else reader.num_calls
+        # Where there is nothing but calls the API has no text, not an empty one.
+        message = {"role": "assistant", "content": None if num_calls else "", "refusal": None, **shown}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(tokens) if self._head.with_logprobs else None,
-            "finish_reason": reason,
+            "finish_reason": _reason_with_calls(reason, num_calls),
         }
 
     def _last_choice(self, index: int, reason: str) -> JsonObject:
@@ -228,6 +282,11 @@ def _finite(logprob: float) -> float:
 
 def _reason(finish: inference_pb2.Finish) -> str:
     return _FINISH_REASONS.get(finish.reason, "stop")
+
+
+def _reason_with_calls(reason: str, num_calls: int) -> str:
+    """An answer that is cut off is that, whatever it has called."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def _usage(finishes: Iterable[inference_pb2.Finish]) -> JsonObject:

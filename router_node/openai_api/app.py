@@ -186,7 +186,7 @@ class _Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = _Reply(send)
+        reply = _Reply(send, self._body_kind.field_names)
         try:
             await _run(
                 self._parts.calls,
@@ -198,7 +198,7 @@ class _Generation:
             # A client that does not read was what made the call late: it is not waited for again.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
-                    await reply.fail(failure_for(error, self._body_kind.field_names))
+                    await reply.fail(failure_for(error, reply.field_names))
 
     async def _serve(self, request: Request, receive: Receive, reply: _Reply, context: RpcContext) -> None:
         content = await self._parts.bodies.read(request)
@@ -210,6 +210,7 @@ class _Generation:
             body = parse_body(self._body_kind, content)
             # An answer may take long, and many may run.
             del content
+            reply.field_names = body.own_field_names()
             asked = body.to_request(request_id)
             head = AnswerHead(
                 request_id=request_id,
@@ -218,6 +219,8 @@ class _Generation:
                 with_logprobs=body.num_logprobs is not None,
                 with_usage_in_stream=body.wants_usage_in_stream,
                 echo=body.echo_text(self._parts.tokenizer),
+                callable_names=body.callable_names(),
+                takes_several_calls=body.takes_several_calls,
             )
             shape = self._shape(head, self._parts.tokenizer)
             async with aclosing(self._parts.inference.Generate(asked, context)) as responses:
@@ -276,7 +279,7 @@ async def _send_stream(
         chunks = [] if index in opened else list(shape.opening(index))
         opened.add(index)
         if response.HasField("finish"):
-            chunks.append(shape.closing(index, response.finish))
+            chunks += shape.closing(index, response.finish)
             finishes.append(response.finish)
         elif (chunk := shape.chunk(index, response.delta)) is not None:
             chunks.append(chunk)
@@ -287,8 +290,10 @@ async def _send_stream(
 class _Reply:
     """What goes back to one client. Until `has_begun` a failure becomes a status, after it the end of the stream."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, field_names: Mapping[str, str]) -> None:
+        """`field_names` says how the client calls the fields that a failure names."""
         self._send = send
+        self.field_names = field_names
         self._headers: dict[str, str] = {}
         self.has_begun = False
         self.is_complete = False

@@ -18,8 +18,9 @@ from pdmesh.v1 import inference_pb2
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from model_runtime.text.tokenizer import Tokenizer
-from router_node.openai_api.chat_messages import Message, StrictModel, Tool
+from router_node.openai_api.chat_messages import Choice, Function, Message, StrictModel, Tool
 from router_node.openai_api.failures import BadBody
+from router_node.openai_api.tool_calls import forced_call_schema
 
 _UINT32_MAX: Final = 2**32 - 1
 _UINT64_MASK: Final = 2**64 - 1
@@ -145,6 +146,18 @@ class GenerationBody(StrictModel, ABC):
         """What is to come before the text of each sample."""
         return ""
 
+    def own_field_names(self) -> Mapping[str, str]:
+        """`field_names` for this body."""
+        return self.field_names
+
+    def callable_names(self) -> frozenset[str]:
+        """The tools whose calls are to be told from text."""
+        return frozenset()
+
+    @property
+    def takes_several_calls(self) -> bool:
+        return True
+
     def _refused(self) -> Mapping[str, bool]:
         """Whether each field that the mesh cannot honour asks for something."""
         return {}
@@ -211,9 +224,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
-    # The template shows them to the model; what it makes of them comes back as text.
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # Of the client's own books, or of what only OpenAI runs.
     metadata: dict[str, str] | None = None
@@ -233,11 +245,53 @@ class ChatBody(GenerationBody):
             raise BadBody("max_tokens: not allowed beside max_completion_tokens, which replaces it", param="max_tokens")
         return self.max_completion_tokens
 
+    @property
+    def takes_several_calls(self) -> bool:
+        return self.parallel_tool_calls is not False
+
+    def callable_names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self._shown_tools())
+
+    def own_field_names(self) -> Mapping[str, str]:
+        if not self._forced_functions():
+            return self.field_names
+        return {**self.field_names, "sampling.structured_output.json_schema": "tools"}
+
+    def _shown_tools(self) -> list[Tool]:
+        is_none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if is_none else self.tools or []
+
+    def _forced_functions(self) -> list[Function]:
+        """Those of which one must be called; none where the model may do without. Raises BadBody."""
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return []
+        functions = [tool.function for tool in self.tools or ()]
+        if not functions:
+            raise BadBody(f"tool_choice: {choice.type} is only allowed with tools", param="tool_choice")
+        if choice.type == "required":
+            return functions
+        if choice.function is None:
+            raise BadBody("tool_choice.function: required with the type function", param="tool_choice.function")
+        named = [function for function in functions if function.name == choice.function.name]
+        if not named:
+            message = f'tool_choice.function.name: "{choice.function.name}" is none of tools'
+            raise BadBody(message, param="tool_choice.function.name")
+        return named
+
+    def _form(self) -> inference_pb2.StructuredOutput | None:
+        form, forced = super()._form(), self._forced_functions()
+        if not forced:
+            return form
+        if form is not None:
+            message = "tool_choice: where a call must be made, response_format and structured_outputs are not allowed"
+            raise BadBody(message, param="tool_choice")
+        return inference_pb2.StructuredOutput(json_schema=forced_call_schema(forced))
+
     def _set_prompt(self, request: inference_pb2.GenerateRequest) -> None:
         request.chat.SetInParent()
         request.chat.messages.extend(message.to_proto() for message in self.messages)
-        if self.tool_choice != "none":
-            request.chat.tools_json.extend(tool.to_json() for tool in self.tools or ())
+        request.chat.tools_json.extend(tool.to_json() for tool in self._shown_tools())
 
 
 def _one_prompt(value: JsonValue) -> JsonValue:

@@ -46,6 +46,27 @@ class Tool(StrictModel):
         return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False)
 
 
+class NamedFunction(StrictModel):
+    """The function that is to be called."""
+
+    name: str
+
+
+def _as_choice(value: object) -> object:
+    """A word stands for a choice of that type; the name of a function has no word of its own."""
+    return {"type": value} if isinstance(value, str) and value != "function" else value
+
+
+class ToolChoice(StrictModel):
+    """Whether the model may call tools, must call one, or which."""
+
+    type: Literal["auto", "none", "required", "function"]
+    function: NamedFunction | None = None
+
+
+Choice = Annotated[ToolChoice, BeforeValidator(_as_choice)]
+
+
 class CalledFunction(StrictModel):
     """Which function a model called. `arguments` are JSON text in the API, and values for templates."""
 

@@ -1,0 +1,185 @@
+"""Calls of tools: the form that makes a model write one, and the calls in a text that it wrote.
+
+Knows the two ways in which most templates have models write: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`,
+and one such object, or a list of them, as the whole text. Without I/O; one reader per sample.
+
+Source: Hermes function calling, github.com/NousResearch/Hermes-Function-Calling; the templates of Qwen and Llama 3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from pydantic import JsonValue
+
+from router_node.openai_api.chat_messages import Function
+
+_OPEN: Final = "<tool_call>"
+_CLOSE: Final = "</tool_call>"
+# What models are taught to call the arguments.
+_ARGUMENTS: Final = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCall:
+    """A call that the model made. `arguments` is JSON text, as the API has it."""
+
+    name: str
+    arguments: str
+
+
+Found: TypeAlias = str | FoundCall
+"""Text for the reader of the answer, or a call."""
+
+
+def forced_call_schema(functions: Sequence[Function]) -> str:
+    """JSON schema of one call of one of these functions, as the text of an answer."""
+    definitions: dict[str, JsonValue] = {}
+    calls: list[dict[str, JsonValue]] = []
+    for index, function in enumerate(functions):
+        name = f"arguments_{index}"
+        definitions[name] = _moved_below(f"#/$defs/{name}", function.parameters or {"type": "object", "properties": {}})
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function.name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    form: Mapping[str, object] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return json.dumps({"$defs": definitions, **form}, ensure_ascii=False)
+
+
+def _moved_below(root: str, schema: JsonValue) -> JsonValue:
+    """The schema with its references into itself as they are when it lies at `root`."""
+    if isinstance(schema, list):
+        return [_moved_below(root, part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, JsonValue] = {}
+    for key, value in schema.items():
+        is_own = key == "$ref" and isinstance(value, str) and value.startswith("#")
+        moved[key] = f"{root}{str(value)[1:]}" if is_own else _moved_below(root, value)
+    return moved
+
+
+class CallReader:
+    """Takes the text of one sample piece by piece and says what in it is text and what a call.
+
+    Text that may turn out to be a call is held back until that is known. What only looks like a call is text.
+    """
+
+    def __init__(self, names: Iterable[str], *, takes_several: bool) -> None:
+        """`names` are those of the tools that there are; without `takes_several` only the first call counts."""
+        self._names = frozenset(names)
+        self._takes_several = takes_several
+        self._held = ""
+        self._has_begun = False
+        self._num_calls = 0
+        # None where the last thing that was found is text.
+        self._space_behind_call: str | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were found by now."""
+        return self._num_calls
+
+    def feed(self, text: str) -> list[Found]:
+        """What is known of the text with this piece of it."""
+        self._held += text
+        if not self._has_begun:
+            first = self._held.lstrip()[:1]
+            if not first or first in "{[":
+                # Either nothing but space by now, or an object of which only the end says what it is.
+                return []
+            self._has_begun = True
+        found: list[Found] = []
+        while (part := self._next_part()) is not None:
+            found.append(part)
+        return self._counted(found)
+
+    def finish(self) -> list[Found]:
+        """What was held back, at the end of the text."""
+        rest, self._held = self._held, ""
+        if not rest:
+            return []
+        calls = [] if self._has_begun else self._calls_in(rest)
+        return self._counted(calls or [rest])
+
+    def _next_part(self) -> Found | None:
+        begin = self._held.find(_OPEN)
+        if begin < 0:
+            keep = _overlap(self._held, _OPEN)
+            num_known = len(self._held) - keep
+            return None if keep and not self._held[:num_known].strip() else self._cut(num_known)
+        text = self._cut(begin)
+        # Space in front of a call is no text.
+        if text is not None and text.strip():
+            return text
+        end = self._held.find(_CLOSE)
+        if end < 0:
+            return None
+        block = self._held[: end + len(_CLOSE)]
+        self._held = self._held[len(block) :]
+        call = _call_of(_parsed(block[len(_OPEN) : end]))
+        return block if call is None else call
+
+    def _cut(self, num_characters: int) -> str | None:
+        text, self._held = self._held[:num_characters], self._held[num_characters:]
+        return text or None
+
+    def _calls_in(self, text: str) -> list[Found]:
+        """Those that the whole text is: of known tools, or it is an answer in JSON."""
+        value = _parsed(text)
+        calls = [_call_of(each) for each in (value if isinstance(value, list) else [value])]
+        known = [call for call in calls if call is not None and call.name in self._names]
+        return list(known) if len(known) == len(calls) else []
+
+    def _counted(self, found: Sequence[Found]) -> list[Found]:
+        """Behind a call space is no text, and where one is wanted further ones are left out."""
+        kept: list[Found] = []
+        for part in found:
+            if isinstance(part, FoundCall):
+                self._space_behind_call = ""
+                if self._takes_several or not self._num_calls:
+                    self._num_calls += 1
+                    kept.append(part)
+            elif self._space_behind_call is None:
+                kept.append(part)
+            elif part.strip():
+                kept.append(self._space_behind_call + part)
+                self._space_behind_call = None
+            else:
+                self._space_behind_call += part
+        return kept
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    return next((length for length in range(len(mark) - 1, 0, -1) if text.endswith(mark[:length])), 0)
+
+
+def _parsed(text: str) -> JsonValue:
+    """None for what is no JSON."""
+    try:
+        value: JsonValue = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _call_of(value: JsonValue) -> FoundCall | None:
+    """None for what is no call."""
+    if not isinstance(value, Mapping):
+        return None
+    name = value.get("name")
+    arguments = next((value[key] for key in _ARGUMENTS if key in value), {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+        return None
+    # Some models write the arguments as the API has them.
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return FoundCall(name=name, arguments=text)
