@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from cache_runtime.recipes.partition import ONLY_RANK, TensorRank
 from cache_runtime.recipes.spec import CacheFieldSpec
 
+from .manifest_rules import ManifestError
 from .schema import (
     FieldPlacement,
     FieldSchema,
     GroupBlockCount,
     GroupSchema,
     LogicalManifest,
-    ManifestError,
     PlacementManifest,
     PlaneOffer,
     RankPlacement,

@@ -8,30 +8,29 @@ lies inside the arena it describes. Knows no torch, no engine and no wire format
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.partition import HeadSection, TensorRank
 from cache_runtime.recipes.spec import DTYPE_BYTES, CacheFamily, CacheRetention
 
 from .engine import MAX_ADDRESS
-
-# Bounds on what a peer may make us allocate and loop over; the largest known models need a tenth of them.
-MAX_GROUPS: Final = 64
-MAX_FIELDS: Final = 4096
-MAX_RANKS: Final = 256
-MAX_OFFERS: Final = 16
-MAX_BLOCK_AXES: Final = 8
-MAX_SECTIONS: Final = 16
-MAX_NAME_CHARS: Final = 256
-# Dimensions, counts and token spans fit int32, as the kernels that index with them do.
-MAX_COUNT: Final = (1 << 31) - 1
-
-
-class ManifestError(ValueError):
-    """A manifest breaks its own rules. The message names the field and both values."""
+from .manifest_rules import (
+    MAX_BLOCK_AXES,
+    MAX_FIELDS,
+    MAX_GROUPS,
+    MAX_NAME_CHARS,
+    MAX_OFFERS,
+    MAX_RANKS,
+    MAX_SECTIONS,
+    ManifestError,
+    check_count,
+    check_name,
+    check_same_names,
+    check_size,
+    check_unique,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +46,8 @@ class GroupSchema:
 
     def __post_init__(self) -> None:
         where = f'group "{self.group_id}"'
-        _check_name("group_id", self.group_id)
-        _check_count(f"{where}: block_granularity", self.block_granularity)
+        check_name("group_id", self.group_id)
+        check_count(f"{where}: block_granularity", self.block_granularity)
         sliding = self.retention is CacheRetention.SLIDING_WINDOW
         if sliding != (self.sliding_window_tokens is not None):
             raise ManifestError(
@@ -56,7 +55,7 @@ class GroupSchema:
                 "it belongs to sliding_window and to nothing else"
             )
         if self.sliding_window_tokens is not None:
-            _check_count(f"{where}: sliding_window_tokens", self.sliding_window_tokens)
+            check_count(f"{where}: sliding_window_tokens", self.sliding_window_tokens)
         if self.replayable and not sliding:
             raise ManifestError(f"{where}: replayable with retention={self.retention.value}; needs sliding_window")
 
@@ -77,14 +76,14 @@ class FieldSchema:
 
     def __post_init__(self) -> None:
         where = f'field "{self.field_id}"'
-        _check_name("field_id", self.field_id)
-        _check_name(f"{where}: group_id", self.group_id)
+        check_name("field_id", self.field_id)
+        check_name(f"{where}: group_id", self.group_id)
         if self.dtype not in DTYPE_BYTES:
             raise ManifestError(f'{where}: dtype "{self.dtype}" is not one of {", ".join(DTYPE_BYTES)}')
         if not 1 <= len(self.block_shape) <= MAX_BLOCK_AXES:
             raise ManifestError(f"{where}: block_shape has {len(self.block_shape)} axes, not 1 to {MAX_BLOCK_AXES}")
         for axis, extent in enumerate(self.block_shape):
-            _check_count(f"{where}: block_shape[{axis}]", extent)
+            check_count(f"{where}: block_shape[{axis}]", extent)
         if self.partition_axis is not None and not 0 <= self.partition_axis < len(self.block_shape):
             raise ManifestError(
                 f"{where}: partition_axis={self.partition_axis} is outside block_shape of {len(self.block_shape)} axes"
@@ -96,7 +95,7 @@ class FieldSchema:
             return
         if self.partition_axis is None:
             raise ManifestError(f"{where}: partition_sections need a partition_axis")
-        _check_size(f"{where}: partition_sections", self.partition_sections, MAX_SECTIONS)
+        check_size(f"{where}: partition_sections", self.partition_sections, MAX_SECTIONS)
         total = sum(section.extent for section in self.partition_sections)
         extent = self.block_shape[self.partition_axis]
         if total != extent:
@@ -149,18 +148,18 @@ class LogicalManifest:
     stages: tuple[StageSchema, ...]
 
     def __post_init__(self) -> None:
-        _check_name("model_fingerprint", self.model_fingerprint)
+        check_name("model_fingerprint", self.model_fingerprint)
         if len(self.weight_version) > MAX_NAME_CHARS:
             raise ManifestError(f"weight_version has {len(self.weight_version)} characters, limit {MAX_NAME_CHARS}")
-        _check_count("prefix_granularity", self.prefix_granularity)
-        _check_size("groups", self.groups, MAX_GROUPS)
-        _check_size("fields", self.fields, MAX_FIELDS)
-        _check_size("stages", self.stages, MAX_FIELDS)
+        check_count("prefix_granularity", self.prefix_granularity)
+        check_size("groups", self.groups, MAX_GROUPS)
+        check_size("fields", self.fields, MAX_FIELDS)
+        check_size("stages", self.stages, MAX_FIELDS)
         self._check_groups()
         self._check_stages()
 
     def _check_groups(self) -> None:
-        group_ids = _unique("groups", (group.group_id for group in self.groups))
+        group_ids = check_unique("groups", (group.group_id for group in self.groups))
         for group in self.groups:
             if self.prefix_granularity % group.block_granularity:
                 raise ManifestError(
@@ -170,16 +169,16 @@ class LogicalManifest:
         for item in self.fields:
             if item.group_id not in group_ids:
                 raise ManifestError(f'field "{item.field_id}": group_id "{item.group_id}" is not among the groups')
-        _check_same_names("groups with fields", {item.group_id for item in self.fields}, "groups", group_ids)
+        check_same_names("groups with fields", {item.group_id for item in self.fields}, "groups", group_ids)
 
     def _check_stages(self) -> None:
-        field_ids = _unique("fields", (item.field_id for item in self.fields))
+        field_ids = check_unique("fields", (item.field_id for item in self.fields))
         # The total is checked first so that a stage list cannot be longer than what it may name.
         num_staged = sum(len(stage.field_ids) for stage in self.stages)
         if num_staged > len(field_ids):
             raise ManifestError(f"stages name {num_staged} fields, there are {len(field_ids)}")
-        staged = _unique("stages", (field_id for stage in self.stages for field_id in stage.field_ids))
-        _check_same_names("stages", staged, "fields", field_ids)
+        staged = check_unique("stages", (field_id for stage in self.stages for field_id in stage.field_ids))
+        check_same_names("stages", staged, "fields", field_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +192,7 @@ class FieldPlacement:
 
     def __post_init__(self) -> None:
         where = f'field "{self.field_id}"'
-        _check_name("field_id", self.field_id)
+        check_name("field_id", self.field_id)
         if not 0 <= self.offset_bytes < MAX_ADDRESS:
             raise ManifestError(f"{where}: offset_bytes={self.offset_bytes} is outside [0, 2**62)")
         if not 1 <= self.block_bytes <= self.block_stride_bytes < MAX_ADDRESS:
@@ -215,8 +214,8 @@ class GroupBlockCount:
     num_blocks: int
 
     def __post_init__(self) -> None:
-        _check_name("group_id", self.group_id)
-        _check_count(f'block_counts "{self.group_id}": num_blocks', self.num_blocks)
+        check_name("group_id", self.group_id)
+        check_count(f'block_counts "{self.group_id}": num_blocks', self.num_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +230,8 @@ class PlaneOffer:
     host_id: str = ""
 
     def __post_init__(self) -> None:
-        _check_name("planes: name", self.name)
-        _check_name(f'plane "{self.name}": endpoint', self.endpoint)
+        check_name("planes: name", self.name)
+        check_name(f'plane "{self.name}": endpoint', self.endpoint)
         for field_name, value in (("protocol", self.protocol), ("host_id", self.host_id)):
             if len(value) > MAX_NAME_CHARS:
                 raise ManifestError(
@@ -263,8 +262,8 @@ class RankPlacement:
             raise ManifestError(
                 f"tp_rank={self.tp_rank}, tp_size={self.tp_size}: need 0 <= tp_rank < tp_size <= {MAX_RANKS}"
             )
-        _check_name("data_plane", self.data_plane)
-        _check_name("endpoint", self.endpoint)
+        check_name("data_plane", self.data_plane)
+        check_name("endpoint", self.endpoint)
         if self.arena_base < 1 or self.arena_bytes < 1 or self.arena_base + self.arena_bytes > MAX_ADDRESS:
             raise ManifestError(
                 f"arena_base={self.arena_base:#x}, arena_bytes={self.arena_bytes}: both must be positive and the arena "
@@ -272,11 +271,11 @@ class RankPlacement:
             )
         if len(self.planes) > MAX_OFFERS:
             raise ManifestError(f"planes: {len(self.planes)} entries, limit {MAX_OFFERS}")
-        _unique("planes", (offer.name for offer in self.planes))
-        _check_size("placement fields", self.fields, MAX_FIELDS)
-        _check_size("block_counts", self.block_counts, MAX_GROUPS)
-        _unique("placement fields", (item.field_id for item in self.fields))
-        _unique("block_counts", (count.group_id for count in self.block_counts))
+        check_unique("planes", (offer.name for offer in self.planes))
+        check_size("placement fields", self.fields, MAX_FIELDS)
+        check_size("block_counts", self.block_counts, MAX_GROUPS)
+        check_unique("placement fields", (item.field_id for item in self.fields))
+        check_unique("block_counts", (count.group_id for count in self.block_counts))
         for item in self.fields:
             if item.end_bytes(1) > self.arena_bytes:
                 raise ManifestError(
@@ -310,7 +309,7 @@ class PlacementManifest:
     ranks: tuple[RankPlacement, ...]
 
     def __post_init__(self) -> None:
-        _check_size("ranks", self.ranks, MAX_RANKS)
+        check_size("ranks", self.ranks, MAX_RANKS)
         tp_sizes = {rank.tp_size for rank in self.ranks}
         if tp_sizes != {len(self.ranks)} or {rank.tp_rank for rank in self.ranks} != set(range(len(self.ranks))):
             found = ", ".join(f"{rank.tp_rank} of {rank.tp_size}" for rank in self.ranks)
@@ -324,8 +323,8 @@ class PlacementManifest:
         where = f"rank {rank.tp_rank}"
         groups = {group.group_id for group in self.logical.groups}
         fields = {item.field_id for item in self.logical.fields}
-        _check_same_names(f"{where}: block_counts", {count.group_id for count in rank.block_counts}, "groups", groups)
-        _check_same_names(f"{where}: placement fields", {item.field_id for item in rank.fields}, "fields", fields)
+        check_same_names(f"{where}: block_counts", {count.group_id for count in rank.block_counts}, "groups", groups)
+        check_same_names(f"{where}: placement fields", {item.field_id for item in rank.fields}, "fields", fields)
         by_group: dict[str, list[FieldPlacement]] = {group_id: [] for group_id in groups}
         for item in self.logical.fields:
             placement = rank._field_by_id[item.field_id]
@@ -372,33 +371,3 @@ def _check_disjoint(where: str, placements: Sequence[FieldPlacement], num_blocks
         ):
             raise ManifestError(f'{where}: fields "{previous.field_id}" and "{item.field_id}" overlap')
         previous, end_bytes = item, max(end_bytes, item.end_bytes(num_blocks))
-
-
-def _check_name(name: str, value: str) -> None:
-    if not 1 <= len(value) <= MAX_NAME_CHARS:
-        raise ManifestError(f"{name} has {len(value)} characters, not 1 to {MAX_NAME_CHARS}")
-
-
-def _check_count(name: str, value: int) -> None:
-    if not 1 <= value <= MAX_COUNT:
-        raise ManifestError(f"{name}={value} is outside [1, {MAX_COUNT}]")
-
-
-def _check_size(name: str, values: Sequence[object], limit: int) -> None:
-    if not 1 <= len(values) <= limit:
-        raise ManifestError(f"{name}: {len(values)} entries, not 1 to {limit}")
-
-
-def _unique(name: str, values: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            raise ManifestError(f'{name}: "{value}" appears twice')
-        seen.add(value)
-    return seen
-
-
-def _check_same_names(left_name: str, left: set[str], right_name: str, right: set[str]) -> None:
-    for name in sorted(left ^ right):
-        has, lacks = (left_name, right_name) if name in left else (right_name, left_name)
-        raise ManifestError(f'"{name}" is in {has} but not in {lacks}')

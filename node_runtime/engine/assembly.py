@@ -17,9 +17,10 @@ from cache_runtime.recipes.partition import TensorRank
 from cache_runtime.scheduler_bridge import SchedulerLimits, pool_to_cache_groups
 from cache_runtime.transfer.engine import DataPlaneError
 from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
+from cache_runtime.transfer.manifest_rules import ManifestError
 from cache_runtime.transfer.placement import MAX_LINKED_RANKS
 from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import ManifestError, PlacementManifest
+from cache_runtime.transfer.schema import PlacementManifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor

@@ -13,13 +13,13 @@ from pdmesh.v1 import cache_pb2
 from cache_runtime.errors import CacheConfigError
 from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily, CacheRetention
+from cache_runtime.transfer.manifest_rules import ManifestError
 from cache_runtime.transfer.schema import (
     FieldPlacement,
     FieldSchema,
     GroupBlockCount,
     GroupSchema,
     LogicalManifest,
-    ManifestError,
     PlacementManifest,
     PlaneOffer,
     RankPlacement,

@@ -10,8 +10,9 @@ from unit.cache_runtime.transfer.manifests import FIELD_IDS, FULL, WINDOW, field
 
 from cache_runtime.recipes.partition import HeadSection
 from cache_runtime.recipes.spec import CacheFamily
+from cache_runtime.transfer.manifest_rules import ManifestError
 from cache_runtime.transfer.placement import MAX_LINKED_RANKS, check_bridgeable, logical_differences
-from cache_runtime.transfer.schema import LogicalManifest, ManifestError, PlacementManifest, StageSchema
+from cache_runtime.transfer.schema import LogicalManifest, PlacementManifest, StageSchema
 
 
 def differences(local: LogicalManifest, peer: LogicalManifest) -> tuple[str, ...]:

@@ -27,14 +27,11 @@ from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, CacheFieldSpec, CacheGroupSpec, CacheRetention
 from cache_runtime.transfer.manifest_builder import build_manifest
+from cache_runtime.transfer.manifest_rules import MAX_FIELDS, MAX_GROUPS, MAX_NAME_CHARS, ManifestError
 from cache_runtime.transfer.planner import coalesce, plan_block_runs
 from cache_runtime.transfer.schema import (
-    MAX_FIELDS,
-    MAX_GROUPS,
-    MAX_NAME_CHARS,
     FieldPlacement,
     GroupBlockCount,
-    ManifestError,
     PlacementManifest,
     StageSchema,
 )
