@@ -28,3 +28,10 @@ class UnsupportedRanksError(ModelError, ValueError):
 
 class UnsupportedDtypeError(ModelError, ValueError):
     """A compute dtype for which the device has no kernels; names the dtype and those it has."""
+
+
+class AdapterError(ModelError):
+    """An adapter that is missing, corrupt, or asks for what is not computed here; names it, and the key or tensor.
+
+    Raised when a node starts, never by a request.
+    """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -33,12 +34,17 @@ from model_runtime.forward_batch import ForwardBatch, TokenPlan
 from model_runtime.forward_context import ForwardContext
 from model_runtime.head_ranks import check_head_ranks
 from model_runtime.layer_builder import LayerBuilder
+from model_runtime.lora.adapter_set import AdapterSet
+from model_runtime.lora.peft_files import LoraAdapter
+from model_runtime.lora.token_groups import TokenGroup, group_tokens
 from model_runtime.prompt_scoring import keep_scores, scored_rows, scored_tokens
 from model_runtime.rank_group import RankGroup, SingleRank, check_same_plan
 from model_runtime.registry import compute_dtype, find_backend, find_family
-from model_runtime.sampler import SampledToken, SamplingParams, sample
+from model_runtime.sampler import SampledToken, SamplingParams, adapters_of, sample
 from model_runtime.stage_fences import StageFences
 from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
+
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
@@ -59,9 +65,10 @@ class ModelExecutor:
     executor of its own, given the same settings and the same plans, and samples the same tokens. `tensor_ranks`
     likewise, but they share the heads of every layer: each reads its own part of the weights, and its arena of
     `memory_bytes` holds its own part of every row and state. `scheduler_limits` say whom the arena will serve, for what
-    it reports as its capacity. Raises CacheConfigError, UnsupportedDtypeError, UnsupportedWeightsError,
-    UnsupportedRanksError or ValueError for settings that cannot work, before any weight or cache memory is allocated;
-    ArenaAllocationError when the machine cannot hold the arena.
+    it reports as its capacity. Requests go through one of the `adapters` or none. Raises CacheConfigError,
+    UnsupportedDtypeError, UnsupportedWeightsError, UnsupportedRanksError or ValueError for settings that cannot work,
+    before any weight or cache memory is allocated; ArenaAllocationError when the machine cannot hold the arena;
+    AdapterError for an adapter of layers that cannot be changed by one.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class ModelExecutor:
         context_ranks: RankGroup | None = None,
         tensor_ranks: RankGroup | None = None,
         device: Device | None = None,
+        adapters: Sequence[LoraAdapter] = (),
     ) -> None:
         ranks: RankGroup = SingleRank() if context_ranks is None else context_ranks
         head_ranks: RankGroup = SingleRank() if tensor_ranks is None else tensor_ranks
@@ -118,6 +126,7 @@ class ModelExecutor:
         self._pools = CachePools.of(self._arena)
         self._ranks, self._head_ranks = ranks, head_ranks
         self._placements = place_blocks(self._arena.contract, context_rank=ranks.rank, num_context_ranks=ranks.size)
+        self._adapters = AdapterSet(adapters)
         self._router = CacheGroupRouter(self._arena.contract, page_sizes, self._device, placements=self._placements)
         with torch.inference_mode(), self._device.as_default():
             self._model = family.build(
@@ -127,8 +136,10 @@ class ModelExecutor:
                     dtype=torch_dtype,
                     kernels=backend.kernels,
                     ranks=head_ranks,
+                    adapters=self._adapters,
                 )
             )
+        self._adapters.finish()
         self._weights = describe_weights(source, backend.kernels)
         bind_cache_groups(self._model.cache_layers, setup.plan)
 
@@ -152,6 +163,11 @@ class ModelExecutor:
     @property
     def weights(self) -> WeightFacts:
         return self._weights
+
+    @property
+    def adapter_digests(self) -> Mapping[str, bytes]:
+        """SHA-256 of what each adapter changes, by its name."""
+        return self._adapters.digests
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -187,15 +203,16 @@ class ModelExecutor:
         texts there. `on_stage(i)` runs on the calling thread once layer i's rows or states of this forward are in the
         arena, on the CPU right after the layer wrote them.
         Raises BatchContractError or ValueError, before the arena is touched, for a plan that contradicts the arena's
-        contract; LogitsError when the model breaks down; RankGroupError when another rank does not take part, or
-        carries out another plan.
+        contract, and an adapter that is not here; LogitsError when the model breaks down; RankGroupError when another
+        rank does not take part, or carries out another plan.
         """
         metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
         scored = scored_rows(plan.request_ids, metadata.begins, metadata.input_lengths, sampling)
         batch = ForwardBatch.from_plan(plan, metadata, self._device, scored_tokens=scored_tokens(scored))
         params = _sampling_by_logit_row(plan, batch, sampling)
+        groups = self._token_groups(plan, metadata, adapters_of(sampling))
         self._check_same_plan(plan)
-        logits = self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
+        logits = self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
         keep_scores(scored, logits[len(params) :])
         sampled: list[SampledToken | None] = [None] * metadata.num_rows
         for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=False):
@@ -203,25 +220,45 @@ class ModelExecutor:
             sampled[row] = sample(row_logits, row_params, position)
         return tuple(sampled)
 
-    def logits(self, plan: ExecutablePlan, on_stage: Callable[[int], None] | None = None) -> npt.NDArray[np.float32]:
+    def logits(
+        self,
+        plan: ExecutablePlan,
+        on_stage: Callable[[int], None] | None = None,
+        adapters: Mapping[str, str] = _NO_ADAPTERS,
+    ) -> npt.NDArray[np.float32]:
         """The forward of `execute` without its sampling: [rows that want logits, vocab_size] in the order of the rows.
 
-        Raises BatchContractError, ValueError or RankGroupError like `execute`.
+        `adapters` by request id. Raises BatchContractError, ValueError or RankGroupError like `execute`.
         """
         metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
         batch = ForwardBatch.from_plan(plan, metadata, self._device)
+        groups = self._token_groups(plan, metadata, adapters)
         self._check_same_plan(plan)
-        return self._forward(metadata, batch, _ignore_stage if on_stage is None else on_stage)
+        return self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
+
+    def _token_groups(
+        self, plan: ExecutablePlan, metadata: CacheBatchMetadata, adapters: Mapping[str, str]
+    ) -> tuple[TokenGroup, ...]:
+        """Raises ValueError for a name that no adapter here has: the model as it is would give other tokens."""
+        for name in adapters.values():
+            if name not in self._adapters.digests:
+                raise ValueError(f'adapter "{name}" is not loaded')
+        return group_tokens(plan.request_ids, metadata.input_lengths, adapters, self._device)
 
     def _check_same_plan(self, plan: ExecutablePlan) -> None:
         for ranks in (self._ranks, self._head_ranks):
             check_same_plan(ranks, plan)
 
     def _forward(
-        self, metadata: CacheBatchMetadata, batch: ForwardBatch, on_stage: Callable[[int], None]
+        self,
+        metadata: CacheBatchMetadata,
+        batch: ForwardBatch,
+        groups: tuple[TokenGroup, ...],
+        on_stage: Callable[[int], None],
     ) -> npt.NDArray[np.float32]:
         fences = StageFences(self._device, on_stage)
-        with torch.inference_mode(), self._device.as_default():
+        running = self._adapters.running.of(groups, batch.num_tokens)
+        with torch.inference_mode(), self._device.as_default(), running:
             context = ForwardContext(
                 batch=batch,
                 routed=self._router.route(metadata),

@@ -5,16 +5,18 @@ Of what tensor ranks share, a layer asks for its rank's heads; nothing else of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from cache_runtime.recipes.partition import TensorRank
 from model_runtime.config import ModelConfig
-from model_runtime.kernels.interface import Kernels
+from model_runtime.kernels.interface import Kernels, PackedWeight
+from model_runtime.layers.adapted_linear import AdaptedLinear
 from model_runtime.layers.linear import Embedding, Linear
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.split_linear import HeadsOutput, SplitLinear
+from model_runtime.lora.adapter_set import AdapterSet, ArrangeRows, stack_rows
 from model_runtime.rank_group import RankGroup, SingleRank
 from model_runtime.weights import TensorRows, TensorSource, all_rows, pack_stacked, read_stacked
 
@@ -23,7 +25,7 @@ from model_runtime.weights import TensorRows, TensorSource, all_rows, pack_stack
 class LayerBuilder:
     """What the layers of one model are built from: tensors of the source, on the kernels of the device.
 
-    `ranks` compute the heads of every layer together.
+    `ranks` compute the heads of every layer together. `adapters` change linear layers of tensors of the source.
     """
 
     config: ModelConfig
@@ -31,6 +33,11 @@ class LayerBuilder:
     dtype: torch.dtype
     kernels: Kernels
     ranks: RankGroup = field(default_factory=SingleRank)
+    adapters: AdapterSet = field(default_factory=AdapterSet)
+
+    def without_adapters(self) -> LayerBuilder:
+        """For layers that are given other rows than the tokens of the forward: no adapter changes them."""
+        return replace(self, adapters=AdapterSet())
 
     def heads(self, num_heads: int) -> range:
         """Which of a layer's heads this rank computes. Raises CacheConfigError when they do not share out."""
@@ -45,7 +52,14 @@ class LayerBuilder:
 
     def linear(self, *parts: str | TensorRows) -> Linear:
         """One layer whose output is that of the named matrices, or rows of them, side by side."""
-        return Linear(pack_stacked(self.source, self._rows(parts), self.dtype, self.kernels), self.kernels)
+        rows = self._rows(parts)
+        return self._linear(pack_stacked(self.source, rows, self.dtype, self.kernels), rows, stack_rows)
+
+    def linear_arranged(self, *parts: str | TensorRows, arrange: ArrangeRows) -> Linear:
+        """One layer of the named matrices, or rows of them, in the order that `arrange` brings their rows into."""
+        rows = self._rows(parts)
+        weight = arrange([self.tensor(part) for part in rows])
+        return self._linear((self.kernels.pack(weight.contiguous()),), rows, arrange)
 
     def split_linear(self, name: str) -> Linear | SplitLinear:
         """The layer of one matrix, each rank holding some of its rows; every rank has the whole output."""
@@ -59,13 +73,15 @@ class LayerBuilder:
         whole = self.split_linear(name)
         return whole if isinstance(whole, Linear) else HeadsOutput(whole, self.ranks)
 
-    def linear_of(self, weight: torch.Tensor) -> Linear:
-        """One layer of a weight[columns, depth] that was read and changed."""
-        return Linear((self.kernels.pack(weight.contiguous()),), self.kernels)
-
     def embedding(self, name: str) -> Embedding:
         (weight,) = pack_stacked(self.source, self._rows((name,)), self.dtype, self.kernels)
         return Embedding(weight, self.kernels)
+
+    def _linear(self, packed: tuple[PackedWeight, ...], rows: tuple[TensorRows, ...], arrange: ArrangeRows) -> Linear:
+        changes = self.adapters.take(rows, arrange, self.kernels)
+        if not changes:
+            return Linear(packed, self.kernels)
+        return AdaptedLinear(packed, self.kernels, changes, self.adapters.running)
 
     def _rows(self, parts: tuple[str | TensorRows, ...]) -> tuple[TensorRows, ...]:
         return tuple(all_rows(self.source, part) if isinstance(part, str) else part for part in parts)

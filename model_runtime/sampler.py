@@ -8,6 +8,7 @@ so that a node without a compute library can check sampling parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +64,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     # Set, and made longer, by whoever runs the request, where `needs_text`.
     text: RequestText | None = field(default=None, compare=False, repr=False)
+    # Likewise: the LoRA adapter whose model it is that gives the logits; None: the model as it is.
+    adapter: str | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -104,6 +107,11 @@ class SamplingParams:
                 raise ValueError(
                     f"logit_bias of token {token_id} must be in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], got {bias}"
                 )
+
+
+def adapters_of(sampling: Mapping[str, SamplingParams]) -> dict[str, str]:
+    """The adapters of the requests that have one, by request id."""
+    return {request_id: params.adapter for request_id, params in sampling.items() if params.adapter is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ T is tokens of the forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +57,13 @@ class DeltaNet:
         self._config = replace(config, num_heads=len(heads), num_key_heads=len(key_heads))
         self._kernels = builder.kernels
         # [num_conv_channels + value_width + 2 * num_heads, hidden]
-        self._projections = builder.linear_of(_stack_projections(prefix, builder, config))
+        group = config.num_heads // config.num_key_heads
+        wide_rows = 2 * (config.key_head_dim + group * config.value_head_dim)
+        self._projections = builder.linear_arranged(
+            TensorRows.of_heads(prefix + "in_proj_qkvz.weight", key_heads, wide_rows),
+            TensorRows.of_heads(prefix + "in_proj_ba.weight", key_heads, 2 * group),
+            arrange=lambda parts: _by_kind(parts, config, heads, key_heads),
+        )
         conv = builder.tensor(*conv_rows(prefix + "conv1d.weight", config, builder))  # [channels, 1, width]
         self._conv_weight = conv.squeeze(1).t().contiguous()  # [width, channels]
         self._step_bias = builder.tensor(TensorRows.of_heads(prefix + "dt_bias", heads, 1)).unsqueeze(1)
@@ -105,23 +112,21 @@ def delta_net_shapes(prefix: str, hidden: int, config: DeltaNetConfig) -> dict[s
     }
 
 
-def _stack_projections(prefix: str, builder: LayerBuilder, config: DeltaNetConfig) -> torch.Tensor:
+def _by_kind(parts: Sequence[torch.Tensor], config: DeltaNetConfig, heads: range, key_heads: range) -> torch.Tensor:
     """Rows in the order queries, keys, values, gates, strengths, steps, each by head.
 
     A file has them by key head: the key head's query and key, then the values and gates of its value heads; in a second
-    matrix their strengths and steps.
+    matrix their strengths and steps. These are the rows of `key_heads`, of whose value heads `heads` are wanted.
     """
-    hidden = builder.config.hidden_size
-    heads, key_heads = delta_net_heads(config, builder)
+    wide, narrow = parts
+    width = wide.shape[1]
     group = config.num_heads // config.num_key_heads
     values = group * config.value_head_dim
-    wide_rows = TensorRows.of_heads(prefix + "in_proj_qkvz.weight", key_heads, 2 * (config.key_head_dim + values))
-    wide = builder.tensor(wide_rows).view(len(key_heads), -1, hidden)
-    narrow_rows = TensorRows.of_heads(prefix + "in_proj_ba.weight", key_heads, 2 * group)
-    narrow = builder.tensor(narrow_rows).view(len(key_heads), -1, hidden)
-    query, key, value, gate = torch.split(wide, [config.key_head_dim, config.key_head_dim, values, values], dim=1)
-    by_head = (value, gate, *torch.split(narrow, [group, group], dim=1))
+    query, key, value, gate = torch.split(
+        wide.view(len(key_heads), -1, width), [config.key_head_dim, config.key_head_dim, values, values], dim=1
+    )
+    by_head = (value, gate, *torch.split(narrow.view(len(key_heads), -1, width), [group, group], dim=1))
     # Ranks that share a key head have some of its value heads each.
     first = heads.start - key_heads.start * group
-    mine = (part.reshape(len(key_heads) * group, -1, hidden)[first : first + len(heads)] for part in by_head)
-    return torch.cat([part.reshape(-1, hidden) for part in (query, key, *mine)])
+    mine = (part.reshape(len(key_heads) * group, -1, width)[first : first + len(heads)] for part in by_head)
+    return torch.cat([part.reshape(-1, width) for part in (query, key, *mine)])

@@ -58,6 +58,7 @@ class Experts:
     """The networks `{prefix}{i}.`."""
 
     def __init__(self, prefix: str, builder: LayerBuilder, config: ExpertsConfig) -> None:
+        builder = builder.without_adapters()
         self._experts = tuple(GatedMlp(f"{prefix}{expert}.", builder) for expert in range(config.num_experts))
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,13 @@ class LatentAttention:
         self._compress_query = None if latent.query_rank is None else builder.linear(prefix + "q_a_proj.weight")
         self._query_norm = None if latent.query_rank is None else _norm(prefix + "q_a_layernorm.weight", builder)
         query_name = prefix + ("q_proj.weight" if latent.query_rank is None else "q_b_proj.weight")
-        # [num_heads * query_head_dim, depth]
-        query = builder.tensor(TensorRows.of_heads(query_name, heads, latent.query_head_dim))
-        query = query.view(self._num_heads, latent.query_head_dim, -1)
-        self._query = builder.linear_of(_turning_apart(query, latent).flatten(0, 1))
-        rows = _turning_apart(builder.tensor(prefix + "kv_a_proj_with_mqa.weight"), latent)  # [row_width, hidden]
-        self._compress = builder.linear_of(rows)
+        self._query = builder.linear_arranged(  # [num_heads * query_head_dim, depth]
+            TensorRows.of_heads(query_name, heads, latent.query_head_dim),
+            arrange=lambda parts: _heads_turning_apart(parts[0], latent),
+        )
+        self._compress = builder.linear_arranged(  # [row_width, hidden]
+            prefix + "kv_a_proj_with_mqa.weight", arrange=lambda parts: _turning_apart(parts[0], latent)
+        )
         self._row_norm = _norm(prefix + "kv_a_layernorm.weight", builder)  # [rank]
         expansion = TensorRows.of_heads(
             prefix + "kv_b_proj.weight", heads, latent.nope_head_dim + latent.value_head_dim
@@ -196,6 +197,11 @@ def _turning_apart(rows: torch.Tensor, latent: LatentAttentionConfig) -> torch.T
         return rows
     still, turning = torch.split(rows, [rows.shape[-2] - latent.rope_head_dim, latent.rope_head_dim], dim=-2)
     return torch.cat((still, turning[..., 0::2, :], turning[..., 1::2, :]), dim=-2)
+
+
+def _heads_turning_apart(rows: torch.Tensor, latent: LatentAttentionConfig) -> torch.Tensor:
+    """The same for each head of [num_heads * query_head_dim, width]."""
+    return _turning_apart(rows.view(-1, latent.query_head_dim, rows.shape[1]), latent).flatten(0, 1)
 
 
 def _turned(heads: torch.Tensor, angles: Angles | None, kernels: Kernels) -> torch.Tensor:

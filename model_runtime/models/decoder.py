@@ -38,7 +38,8 @@ class Decoder:
         self._blocks = tuple(blocks)
         self._norm = norm  # [hidden]
         is_tied = builder.config.tie_word_embeddings
-        self._head = self._embedding.head if is_tied else builder.linear("lm_head.weight")  # [vocab, hidden]
+        own_head = None if is_tied else builder.without_adapters().linear("lm_head.weight")
+        self._head = own_head or self._embedding.head  # [vocab, hidden]
 
     @property
     def cache_layers(self) -> tuple[CacheLayer, ...]:

@@ -6,7 +6,7 @@ except those inside a delta net, are stored as their distance from one. T is tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -88,7 +88,12 @@ class Qwen3NextAttention:
         self._num_heads = len(builder.heads(config.num_heads))
         self._num_kv_heads = len(builder.heads(config.num_kv_heads))
         # [(2 * num_heads + 2 * num_kv_heads) * head_dim, hidden]
-        self._projections = builder.linear_of(_stack_projections(prefix, builder))
+        kv_heads = builder.heads(config.num_kv_heads)
+        self._projections = builder.linear_arranged(
+            TensorRows.of_heads(prefix + "q_proj.weight", builder.heads(config.num_heads), 2 * config.head_dim),
+            *(TensorRows.of_heads(f"{prefix}{name}_proj.weight", kv_heads, config.head_dim) for name in "kv"),
+            arrange=lambda parts: _by_kind(parts, config.head_dim),
+        )
         self._query_norm = _norm(builder, prefix + "q_norm.weight")  # [head_dim]
         self._key_norm = _norm(builder, prefix + "k_norm.weight")  # [head_dim]
         self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
@@ -111,15 +116,11 @@ class Qwen3NextAttention:
         return rotate(normed, angles, self._kernels)
 
 
-def _stack_projections(prefix: str, builder: LayerBuilder) -> torch.Tensor:
+def _by_kind(parts: Sequence[torch.Tensor], head_dim: int) -> torch.Tensor:
     """Rows in the order gates, queries, keys, values. A file has each head's query and gate together."""
-    config = builder.config
-    heads, kv_heads = builder.heads(config.num_heads), builder.heads(config.num_kv_heads)
-    paired = builder.tensor(TensorRows.of_heads(prefix + "q_proj.weight", heads, 2 * config.head_dim))
-    paired = paired.view(len(heads), 2, config.head_dim, -1)
-    query, gate = (part.reshape(-1, config.hidden_size) for part in paired.unbind(dim=1))
-    rows = (TensorRows.of_heads(f"{prefix}{name}_proj.weight", kv_heads, config.head_dim) for name in "kv")
-    return torch.cat((gate, query, builder.tensor(*rows)))
+    paired, key, value = parts
+    query, gate = paired.view(-1, 2, head_dim, paired.shape[1]).unbind(dim=1)
+    return torch.cat((gate.flatten(0, 1), query.flatten(0, 1), key, value))
 
 
 class Qwen3NextExperts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,6 +12,8 @@ import scheduler_core
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from model_runtime.executor import ModelExecutor
 from model_runtime.sampler import SampledToken, SamplingParams
+
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 class FusedRun:
@@ -37,9 +41,14 @@ class FusedRun:
         self._num_tokens = 0
 
     def generate(
-        self, prompts: Mapping[str, list[int]], num_tokens: int, sampling: SamplingParams | None = None
+        self,
+        prompts: Mapping[str, list[int]],
+        num_tokens: int,
+        sampling: SamplingParams | None = None,
+        *,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> dict[str, list[int]]:
-        self.start(prompts, num_tokens, sampling)
+        self.start(prompts, num_tokens, sampling, adapters=adapters)
         return self.finish(prompts)
 
     def finish(self, prompts: Iterable[str]) -> dict[str, list[int]]:
@@ -55,9 +64,16 @@ class FusedRun:
         sampling: SamplingParams | None = None,
         *,
         declares_length: bool = True,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> None:
-        """Without a declared length nothing is kept free for a completion, so that requests must give way."""
-        self._params = {request_id: sampling or SamplingParams() for request_id in prompts}
+        """Without a declared length nothing is kept free for a completion, so that requests must give way.
+
+        `adapters` by request.
+        """
+        self._params = {
+            request_id: replace(sampling or SamplingParams(), adapter=adapters.get(request_id))
+            for request_id in prompts
+        }
         self._num_tokens = num_tokens
         self._scheduler.submit(
             [
@@ -65,6 +81,7 @@ class FusedRun:
                     request_id=request_id,
                     tokens=np.array(prompt, dtype=np.int32),
                     max_new_tokens=num_tokens if declares_length else None,
+                    extra_keys=[adapters[request_id].encode()] if request_id in adapters else [],
                 )
                 for request_id, prompt in prompts.items()
             ]

@@ -30,11 +30,12 @@ def make_reference(
     num_layers: int = 2,
     hidden_size: int = 48,
     intermediate_size: int = 80,
+    vocab_size: int = VOCAB_SIZE,
 ) -> LlamaForCausalLM:
     """A wide initialisation keeps the argmax from being degenerate."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
