@@ -86,7 +86,7 @@ class Generation:
             request_id=self.engine_id,
             tokens=np.asarray(job.token_ids, dtype=np.int32),
             max_new_tokens=job.max_tokens,
-            extra_keys=list(job.extra_keys),
+            extra_keys=job.isolation_keys,
             local_prefill=self._is_local,
         )
         stop = StopRule(max_new_tokens=job.max_tokens, stop_token_ids=job.stop_token_ids)
@@ -98,6 +98,7 @@ class Generation:
                 sink=self._on_update,
                 num_output_tokens=job.num_output_tokens,
                 matcher=self._matcher,
+                adapter=None if job.adapter is None else job.adapter.name,
             )
         )
 

@@ -70,7 +70,7 @@ class LocalPrefill:
                 answer.set_result(num_tokens)
 
         def look() -> None:
-            event_loop.call_soon_threadsafe(tell, self._scheduler.find_cached_tokens(tokens, list(job.extra_keys)))
+            event_loop.call_soon_threadsafe(tell, self._scheduler.find_cached_tokens(tokens, job.isolation_keys))
 
         self._engine.post(Invoke(action=look))
         return await answer

@@ -21,6 +21,7 @@ from cache_runtime.transfer.engine import TransferEngine
 from cache_runtime.transfer.placement import check_bridgeable, logical_differences
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.adapters import AdapterId
 from node_runtime.errors import (
     IncompatiblePeer,
     InvalidRequest,
@@ -33,6 +34,7 @@ from node_runtime.errors import (
 from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
 from node_runtime.request_rules import check_incarnation, check_node_id
 from node_runtime.rpc import Channel, Transport, connect, watch_health
+from node_runtime.wire.adapter import adapters_from_proto
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class PrefillPeer:
     channel: Channel
     # What it writes our blocks through.
     plane: TransferEngine
+    # What it can compute prompts with.
+    adapters: frozenset[AdapterId] = frozenset()
     num_users: int = 0
     is_retired: bool = False
     # Told when the node came back as another incarnation: nothing will come of the handoffs with this one.
@@ -120,8 +124,9 @@ class PrefillPeers:
         max_message_bytes: int,
         on_change: Callable[[], None],
         transport: Transport | None = None,
+        adapters: Sequence[AdapterId] = (),
     ) -> None:
-        """`on_change` is called whenever a peer may have become ready or ceased to be."""
+        """`on_change` is called whenever a peer may have become ready or ceased to be. `adapters` are this node's."""
         self._node_id = node_id
         self._incarnation = incarnation
         self._planes = planes
@@ -130,6 +135,7 @@ class PrefillPeers:
         self._max_message_bytes = max_message_bytes
         self._on_change = on_change
         self._transport = transport
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._entries: dict[str, _Entry] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._partings: set[asyncio.Task[None]] = set()
@@ -251,7 +257,7 @@ class PrefillPeers:
         channel = connect(entry.address, max_message_bytes=self._max_message_bytes, transport=self._transport)
         try:
             response = await self._prove(channel)
-            self._check(entry.address, response)
+            adapters = self._check(entry.address, response)
             plane = self._chosen_plane(entry.address, response)
         except BaseException as error:
             entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
@@ -269,11 +275,13 @@ class PrefillPeers:
                 incarnation=response.incarnation,
                 channel=channel,
                 plane=plane,
+                adapters=adapters,
             ),
         )
         entry.is_suspect = entry.is_draining = False
         entry.changed.set()
         _log.info("prefill node %s at %s is a peer: data plane %s", response.node_id, entry.address, plane.name)
+        self._warn_of_other_adapters(entry.peer)
         self._on_change()
         if old is not None and old.incarnation != response.incarnation:
             for tell in tuple(old.on_restart):
@@ -304,11 +312,13 @@ class PrefillPeers:
                 )
         return response
 
-    def _check(self, address: str, response: prefill_pb2.BootstrapResponse) -> None:
+    def _check(self, address: str, response: prefill_pb2.BootstrapResponse) -> frozenset[AdapterId]:
+        """Its adapters. Prompts of those that it has not, or not the same, are not for it; the others are."""
         try:
             check_node_id(response.node_id)
             check_incarnation(response.incarnation)
             manifest = manifest_from_proto(response.manifest)
+            adapters = frozenset(adapters_from_proto(response.adapters))
         except InvalidRequest as error:
             # The peer's mistake and not the client's.
             raise RemoteError("INTERNAL", f"prefill node at {address} answers nonsense: {error.message}") from None
@@ -317,6 +327,20 @@ class PrefillPeers:
         ) or check_bridgeable(manifest, self._manifest)
         if differences:
             raise IncompatiblePeer(f"prefill node {response.node_id} at {address}", differences)
+        return adapters
+
+    def _warn_of_other_adapters(self, peer: PrefillPeer) -> None:
+        """Whoever exchanges an adapter node by node sees this for a while; nothing is computed with both."""
+        for other in sorted(peer.adapters):
+            own = self._adapters.get(other.name, other)
+            if own != other:
+                _log.warning(
+                    "prefill node %s at %s has the adapter %s, this node %s: no prompt with it goes there",
+                    peer.node_id,
+                    peer.address,
+                    other,
+                    own,
+                )
 
     def _chosen_plane(self, address: str, response: prefill_pb2.BootstrapResponse) -> TransferEngine:
         """Of the planes that we offered the one that the nonce came through."""

@@ -18,6 +18,7 @@ from decode_node.generation import Generation
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.receiver import HandoffFailedError, IncomingHandoff, Received, may_retry
 from decode_node.verification import TransferVerifier
+from node_runtime.adapters import AdapterId
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.errors import IncompatiblePeer, RequestCancelled
@@ -84,6 +85,9 @@ class RemotePrefill:
         """
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             peer, is_fresh = await self._peers.acquire(address)
+            if job.adapter is not None and job.adapter not in peer.adapters:
+                await peer.release()
+                raise _without_adapter(job.adapter, peer)
             generation = make_generation()
             handoff = self._begin(job, peer, generation, timeout_s)
             try:
@@ -114,6 +118,7 @@ class RemotePrefill:
             token_ids=job.token_ids,
             sampling=job.sampling,
             extra_keys=job.extra_keys,
+            adapter=job.adapter,
             decode_incarnation=self._incarnation,
             prefill_incarnation=peer.incarnation,
             lease_ms=self._lease_ms,
@@ -168,6 +173,13 @@ class RemotePrefill:
                     span.fail(type(failure).__name__, failure.message)
         finally:
             await peer.release()
+
+
+def _without_adapter(wanted: AdapterId, peer: PrefillPeer) -> IncompatiblePeer:
+    """One of an older release has none, and would compute without it."""
+    of_that_name = [str(adapter) for adapter in peer.adapters if adapter.name == wanted.name]
+    difference = f"adapter {wanted}: prefill={of_that_name[0] if of_that_name else 'none'}, decode=served"
+    return IncompatiblePeer(f"prefill node {peer.node_id} at {peer.address}", (difference,))
 
 
 def _check_prompt_logprobs(job: DecodeJob, peer: PrefillPeer, received: Received) -> None:

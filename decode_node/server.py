@@ -19,6 +19,7 @@ from decode_node.peers import PrefillPeers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.service import DecodeLimits, DecodeService
 from decode_node.verification import TransferVerifier
+from node_runtime.adapters import ServedAdapters
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
 from node_runtime.engine.delivery import deliver_on, feed_on, told_on
@@ -117,6 +118,7 @@ class DecodeNode:
             local=self._receiving.local if self._receiving else None,
             forms=self._forms,
             watch=self._engine_watch,
+            adapters=ServedAdapters(config.node_id, core.facts.adapters),
         )
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.service)
         self._reporter = self._make_reporter()
@@ -199,6 +201,7 @@ class DecodeNode:
             max_message_bytes=config.max_message_bytes,
             on_change=self._update_health,
             transport=transport,
+            adapters=self._core.facts.adapters,
         )
         verifier = TransferVerifier(
             data_plane.manifest.logical,

@@ -11,7 +11,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh.v1 import decode_pb2
 
@@ -20,6 +20,7 @@ from decode_node.local_prefill import LocalPrefill, LocalReason
 from decode_node.receiver import IncomingHandoff, Received
 from decode_node.remote_prefill import RemotePrefill
 from model_runtime.sampler import SampledToken
+from node_runtime.adapters import ServedAdapters
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import GenerationEnded
@@ -96,6 +97,7 @@ class DecodeService:
         local: LocalPrefill | None,
         forms: OutputForms,
         watch: EngineWatch,
+        adapters: ServedAdapters,
     ) -> None:
         """`remote` and `local` are None on a fused node, which computes all prompts and ignores prefill addresses."""
         self._node_id = node_id
@@ -109,6 +111,7 @@ class DecodeService:
         self._local = local
         self._forms = forms
         self._watch = watch
+        self._adapters = adapters
         self._live: dict[str, _Live] = {}
         self._serials = itertools.count(1)
 
@@ -122,6 +125,7 @@ class DecodeService:
             context_tokens=self._limits.context_tokens,
             seed_if_absent=secrets.randbits(63),
         )
+        job = replace(job, adapter=self._adapters.resolve(job.adapter))
         self._check(job)
         with (
             bound_request_id(job.request_id),
@@ -259,6 +263,8 @@ class DecodeService:
             span_names.GEN_AI_REQUEST_MAX_TOKENS: job.max_tokens,
             span_names.GEN_AI_USAGE_INPUT_TOKENS: job.num_prompt_tokens,
         }
+        if job.adapter is not None:
+            attributes[span_names.PDMESH_ADAPTER] = job.adapter.name
         if job.num_output_tokens:
             attributes[span_names.PDMESH_RESUMED_TOKENS] = job.num_output_tokens
         return attributes

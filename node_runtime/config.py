@@ -12,6 +12,7 @@ import secrets
 import socket
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
@@ -278,11 +279,32 @@ class ComputeNodeConfig(NodeConfig):
     rdma_device: str = Field(
         default="", description="RDMA device to use, e.g. mlx5_0. Default: the data plane chooses."
     )
+    adapter: tuple[str, ...] = Field(
+        default=(),
+        description="NAME=PATH of a LoRA adapter, a directory as PEFT writes it, that requests may name.",
+    )
     weight_version: str = Field(
         default="",
         max_length=128,
         description="Label of the loaded weights; nodes with different labels do not exchange cache.",
     )
+
+    @field_validator("adapter")
+    @classmethod
+    def _check_adapters(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        pairs = [entry.partition("=") for entry in given]
+        names = [name for name, _, _ in pairs]
+        for entry, (name, _, path) in zip(given, pairs, strict=True):
+            if not _NAME_PATTERN.fullmatch(name) or not path:
+                raise ValueError(f"expected NAME=PATH, NAME of the characters A-Z a-z 0-9 . _ -, got {entry!r}")
+            if names.count(name) > 1:
+                raise ValueError(f'expected every name once, got "{name}" {names.count(name)} times')
+        return given
+
+    def adapters(self) -> dict[str, Path]:
+        """The directory of each adapter by its name."""
+        pairs = (entry.partition("=") for entry in self.adapter)
+        return {name: Path(path) for name, _, path in pairs}
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> ComputeNodeConfig:

@@ -38,7 +38,11 @@ class PermissionDenied(NodeError):
 
 
 class UnknownModel(NodeError):
-    """The model asked for is not served here."""
+    """The model or adapter asked for is not served here; the message names what is."""
+
+
+class AdapterNotHere(NodeError):
+    """A peer counts on an adapter that this node does not have, or has another one under its name."""
 
 
 class UnknownTrace(NodeError):

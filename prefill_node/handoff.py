@@ -285,7 +285,7 @@ class PromptHandoff:
             request_id=self._engine_id,
             tokens=np.asarray(start.token_ids, dtype=np.int32),
             max_new_tokens=1,
-            extra_keys=list(start.extra_keys),
+            extra_keys=start.isolation_keys,
         )
         self._tools.engine.post(
             SubmitRequest(
@@ -295,6 +295,7 @@ class PromptHandoff:
                 sink=self._on_update,
                 num_output_tokens=start.num_output_tokens,
                 matcher=self._matcher,
+                adapter=None if start.adapter is None else start.adapter.name,
             )
         )
 

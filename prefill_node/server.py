@@ -111,6 +111,7 @@ class PrefillNode:
             telemetry=telemetry,
             forms=self._forms,
             watch=self._engine_watch,
+            adapters=core.facts.adapters,
         )
         reporter = ComputeReporter(
             info=describe_node(core, node_id=config.node_id, incarnation=incarnation, role=mesh_pb2.NODE_ROLE_PREFILL),

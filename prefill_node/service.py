@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pdmesh.v1 import handoff_pb2, prefill_pb2
 
 from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.adapters import AdapterId, ServedAdapters
 from node_runtime.engine.output_forms import OutputForms
 from node_runtime.engine.pulse import EngineWatch
 from node_runtime.errors import (
@@ -35,6 +36,7 @@ from node_runtime.handoff.messages import Grant, Start
 from node_runtime.handoff.states import PrefillState
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import PhaseRecorder, RpcContext, Span, SpanKind, Telemetry, span_names
+from node_runtime.wire.adapter import adapters_to_proto
 from node_runtime.wire.handoff import request_from_proto, response_to_proto
 from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
 from prefill_node.handoff import HandoffTools, Progress, PromptHandoff, StreamEnd
@@ -73,6 +75,7 @@ class PrefillService:
         telemetry: Telemetry,
         forms: OutputForms,
         watch: EngineWatch,
+        adapters: Sequence[AdapterId] = (),
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
@@ -81,6 +84,8 @@ class PrefillService:
         self._tools = tools
         self._forms = forms
         self._watch = watch
+        self._adapters = tuple(adapters)
+        self._served_adapters = ServedAdapters(node_id, adapters)
         self._telemetry = telemetry
         self._phases = PhaseRecorder(telemetry, tools.clock)
         self._sent_bytes = telemetry.metrics.counter("pdmesh.transfer", "By", "cache written into decode nodes")
@@ -115,6 +120,7 @@ class PrefillService:
             incarnation=self._incarnation,
             manifest=manifest_to_proto(self._manifest),
             data_plane=data_plane,
+            adapters=adapters_to_proto(self._adapters),
         )
 
     async def Handoff(
@@ -194,6 +200,7 @@ class PrefillService:
 
     def _check_start(self, start: Start) -> None:
         limits = self._limits
+        self._served_adapters.resolve(start.adapter)
         check_start(start, vocab_size=limits.vocab_size, context_tokens=limits.context_tokens)
         # One place for the first token, which this node samples.
         if len(start.token_ids) + 1 > limits.max_request_tokens:
@@ -229,7 +236,9 @@ class PrefillService:
     # Telemetry.
 
     def _attributes(self, start: Start) -> dict[str, str | int]:
+        adapter = {} if start.adapter is None else {span_names.PDMESH_ADAPTER: start.adapter.name}
         return {
+            **adapter,
             span_names.PDMESH_REQUEST_ID: start.request_id,
             span_names.PDMESH_NODE_ID: self._node_id,
             span_names.PDMESH_HANDOFF_ID: start.handoff_id.hex(),

@@ -9,7 +9,7 @@ of both.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -39,7 +39,7 @@ class _FollowingExecutor:
     def zero_blocks(self, plan: Plan) -> None:
         self.executor.zero_blocks(plan)
 
-    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None = None) -> None:
+    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None, adapters: Mapping[str, str]) -> None:
         self.readings = self.executor.compute(plan, on_stage)
         self.num_passes += 1
 

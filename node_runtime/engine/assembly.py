@@ -24,8 +24,10 @@ from cache_runtime.transfer.schema import PlacementManifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import ModelError
 from model_runtime.executor import ModelExecutor
+from model_runtime.lora.peft_files import open_adapter
 from model_runtime.rank_group import RankGroup
 from model_runtime.weight_choice import WeightChoice
+from node_runtime.adapters import AdapterId
 from node_runtime.config import ComputeNodeConfig
 from node_runtime.engine.cache_plan import plan_cache, scheduler_limits
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
@@ -116,6 +118,7 @@ def _build_rank(
     tensor_ranks: RankGroup | None,
 ) -> RankPart:
     limits = scheduler_limits(config, role, checkpoint)
+    adapters = tuple(open_adapter(name, path, checkpoint.source) for name, path in config.adapters().items())
     executor = ModelExecutor(
         checkpoint,
         dtype=config.dtype,
@@ -127,6 +130,7 @@ def _build_rank(
         scheduler_limits=limits,
         tensor_ranks=tensor_ranks,
         device=device,
+        adapters=adapters,
     )
     contract = executor.arena.contract
     scheduler_config = SchedulerConfig(
@@ -197,8 +201,12 @@ def _data_plane(
 
 def _facts(config: ComputeNodeConfig, part: RankPart) -> ModelFacts:
     executor = part.executor
+    name = config.served_model_name or Path(config.model).stem
+    if name in executor.adapter_digests:
+        raise BadConfig(f'adapter: "{name}" is the name of the model')
     return ModelFacts(
-        name=config.served_model_name or Path(config.model).stem,
+        name=name,
+        adapters=tuple(AdapterId(name=own, digest=digest) for own, digest in executor.adapter_digests.items()),
         path=str(part.checkpoint.path),
         fingerprint=part.checkpoint.fingerprint,
         vocab_size=executor.config.vocab_size,

@@ -12,6 +12,7 @@ from typing import Protocol
 from cache_runtime.transfer.engine import TransferEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
+from node_runtime.adapters import AdapterId
 from node_runtime.config import ComputeNodeConfig, format_size
 from node_runtime.engine.loop import Executor
 from node_runtime.engine.scheduler import EngineScheduler
@@ -42,6 +43,7 @@ class ModelFacts:
     device: str
     is_batch_invariant: bool
     num_tensor_ranks: int = 1
+    adapters: tuple[AdapterId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class ComputeCore:
             f"LCM blocks, prefix granularity {facts.prefix_granularity} tokens, at most "
             f"{self.scheduler.max_request_tokens} tokens per request",
         ]
+        if facts.adapters:
+            lines.append(f"adapters: {', '.join(map(str, facts.adapters))}")
         if facts.num_tensor_ranks > 1:
             lines.append(f"{facts.num_tensor_ranks} tensor ranks; threads, weights and arena are those of one")
         if self.data_plane is not None:

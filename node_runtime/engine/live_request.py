@@ -32,6 +32,8 @@ class LiveRequest:
     @classmethod
     def of(cls, command: SubmitRequest) -> LiveRequest:
         spec, sampling = command.spec, command.sampling
+        if command.adapter is not None:
+            sampling = replace(sampling, adapter=command.adapter)
         if sampling.needs_text:
             text = RequestText(spec.tokens, num_output_tokens=command.num_output_tokens)
             sampling = replace(sampling, text=text)

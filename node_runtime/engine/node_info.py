@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pdmesh.v1 import mesh_pb2
 
 from node_runtime.engine.core import ComputeCore
+from node_runtime.wire.adapter import adapters_to_proto
 
 
 def describe_node(
@@ -31,6 +32,7 @@ def describe_node(
         device=facts.device,
         batch_invariant=facts.is_batch_invariant,
         capacity_tokens=facts.capacity_tokens,
+        adapters=adapters_to_proto(facts.adapters),
         data_plane="" if core.data_plane is None else core.data_plane.engine.name,
     )
 

@@ -23,6 +23,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
         errors.UnknownTrace: grpc.StatusCode.NOT_FOUND,
         errors.TracesNotKept: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.AdapterNotHere: grpc.StatusCode.FAILED_PRECONDITION,
         errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
         errors.IncompatiblePeer: grpc.StatusCode.FAILED_PRECONDITION,
         errors.NotBootstrapped: grpc.StatusCode.FAILED_PRECONDITION,

@@ -32,6 +32,7 @@ PROVIDER_PDMESH: Final = "pdmesh"
 PDMESH_REQUEST_ID: Final = "pdmesh.request_id"
 # Whose token the request came with, where the router tells clients apart.
 PDMESH_TENANT: Final = "pdmesh.tenant"
+PDMESH_ADAPTER: Final = "pdmesh.adapter"
 PDMESH_NODE_ID: Final = "pdmesh.node_id"
 PDMESH_ROLE: Final = "pdmesh.role"
 PDMESH_HANDOFF_ID: Final = "pdmesh.handoff_id"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2
 
 from model_runtime.sampler import SampledToken, SamplingParams
+from node_runtime.adapters import AdapterId, isolation_keys
 from node_runtime.address import parse_address
 from node_runtime.request_rules import (
     check_extra_keys,
@@ -20,6 +21,7 @@ from node_runtime.request_rules import (
     check_token_ids,
     require,
 )
+from node_runtime.wire.adapter import adapter_from_proto, adapter_to_proto
 from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
 
 _MS_PER_S = 1000
@@ -42,6 +44,12 @@ class DecodeJob:
     num_output_tokens: int = 0
     # How long the caller may hear nothing while the request is well; None: for as long as it takes.
     progress_interval_s: float | None = None
+    adapter: AdapterId | None = None
+
+    @property
+    def isolation_keys(self) -> list[bytes]:
+        """What keeps its prefixes apart from those of others. Requires the digest of the adapter."""
+        return isolation_keys(self.extra_keys, self.adapter)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,6 +74,7 @@ def job_to_proto(job: DecodeJob) -> decode_pb2.DecodeRequest:
         extra_keys=job.extra_keys,
         prefill_address=job.prefill_address or "",
         num_output_tokens=job.num_output_tokens,
+        adapter=adapter_to_proto(job.adapter),
         progress_interval_ms=0 if job.progress_interval_s is None else round(job.progress_interval_s * _MS_PER_S),
     )
 
@@ -108,6 +117,7 @@ def job_from_proto(
         extra_keys=tuple(message.extra_keys),
         prefill_address=message.prefill_address or None,
         num_output_tokens=message.num_output_tokens,
+        adapter=adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
         progress_interval_s=message.progress_interval_ms / _MS_PER_S if message.progress_interval_ms else None,
     )
 

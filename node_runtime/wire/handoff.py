@@ -26,6 +26,7 @@ from node_runtime.handoff.messages import (
     ResponseMessage,
     Start,
 )
+from node_runtime.wire.adapter import adapter_from_proto, adapter_to_proto
 from node_runtime.wire.sampling import sampling_from_proto, sampling_to_proto, token_from_proto, token_to_proto
 
 
@@ -139,6 +140,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
         num_output_tokens=start.num_output_tokens,
+        adapter=adapter_to_proto(start.adapter),
         num_prompt_logprobs=start.sampling.num_prompt_logprobs,
     )
 
@@ -160,6 +162,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
         num_output_tokens=start.num_output_tokens,
+        adapter=adapter_from_proto(start.adapter) if start.HasField("adapter") else None,
     )
 
 

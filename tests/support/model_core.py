@@ -15,7 +15,9 @@ from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.executor import ModelExecutor
+from model_runtime.lora.peft_files import LoraAdapter
 from model_runtime.rank_group import RankGroup, SingleRank
+from node_runtime.adapters import AdapterId
 from node_runtime.engine.core import ComputeCore, DataPlane, ModelFacts
 from node_runtime.engine.ranks.leader import MirroredExecutor, MirroredScheduler
 from scheduler_core import Role, Scheduler, SchedulerConfig
@@ -31,11 +33,12 @@ def model_core(
     memory_bytes: int = 4 << 20,
     prefix_granularity: int = 8,
     token_budget: int = 16,
+    adapters: Sequence[LoraAdapter] = (),
 ) -> ComputeCore:
     """`memory_bytes` is that of each of `num_ranks` tensor ranks."""
 
     def make_part(ranks: RankGroup) -> RankPart:
-        return _make_part(role, checkpoint, ranks, memory_bytes, prefix_granularity, token_budget)
+        return _make_part(role, checkpoint, ranks, memory_bytes, prefix_granularity, token_budget, adapters)
 
     if num_ranks == 1:
         part = make_part(SingleRank())
@@ -61,6 +64,7 @@ def _make_part(
     memory_bytes: int,
     prefix_granularity: int,
     token_budget: int,
+    adapters: Sequence[LoraAdapter],
 ) -> RankPart:
     executor = ModelExecutor(
         checkpoint,
@@ -69,6 +73,7 @@ def _make_part(
         kernel_page_size=4,
         num_threads=1,
         tensor_ranks=ranks,
+        adapters=adapters,
     )
     contract = executor.arena.contract
     scheduler = Scheduler(
@@ -139,5 +144,6 @@ def _facts(checkpoint: Checkpoint, executor: ModelExecutor) -> ModelFacts:
         is_batch_invariant=True,
         weight_bytes=executor.weights.num_bytes,
         float32_weight_bytes=executor.weights.float32_bytes,
+        adapters=tuple(AdapterId(name=name, digest=digest) for name, digest in executor.adapter_digests.items()),
         num_threads=1,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, assert_never
 
 from node_runtime.engine.loop import NoHooks, StepHooks
@@ -27,8 +27,11 @@ class FollowingExecutor(Protocol):
 
     def zero_blocks(self, plan: Plan) -> None: ...
 
-    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None = None) -> object:
-        """The forward pass, which the ranks carry out together. Whoever follows does not look at what it returns."""
+    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None, adapters: Mapping[str, str]) -> object:
+        """The forward pass, which the ranks carry out together. Whoever follows does not look at what it returns.
+
+        `adapters` by request id.
+        """
 
 
 class Follower:
@@ -72,7 +75,7 @@ class Follower:
                 self._hooks.on_admitted(plan)
             case Compute():
                 plan = self._current_plan()
-                self._executor.logits(plan, lambda stage: self._hooks.on_stage(stage, plan))
+                self._executor.logits(plan, lambda stage: self._hooks.on_stage(stage, plan), dict(order.adapters))
             case ClearCache():
                 self._scheduler.clear_cache()
             case _:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model_runtime.errors import RankGroupError
+from model_runtime.sampler import adapters_of
 from node_runtime.engine.loop import Executor
 from node_runtime.engine.ranks.link import RankLink, RankLost
 from node_runtime.engine.ranks.orders import (
@@ -134,7 +135,7 @@ class MirroredExecutor:
         self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
     ) -> tuple[SampledToken | None, ...]:
         """`on_stage(i)` is called once the rows of stage `i` are in the arenas of all ranks."""
-        self._followers.tell(Compute())
+        self._followers.tell(Compute(adapters=tuple(adapters_of(sampling).items())))
         stages = _StoredByAll(on_stage)
         try:
             sampled = self._executor.execute(plan, sampling, stages.stored_here)

@@ -83,7 +83,9 @@ class ZeroBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run the rows of the plan."""
+    """Run the rows of the plan. `adapters`: (request id, name) of the requests that have one."""
+
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def _to_json(order: Order) -> Mapping[str, object]:
         case ZeroBlocks():
             return {"kind": "zero", "is_answered": order.is_answered}
         case Compute():
-            return {"kind": "compute"}
+            return {"kind": "compute", "adapters": order.adapters}
         case ClearCache():
             return {"kind": "clear"}
 
@@ -157,12 +159,20 @@ def _from_json(value: object) -> Order:
             return MakePlan(digest=digest)
         case {"kind": "zero", "is_answered": bool(is_answered)}:
             return ZeroBlocks(is_answered=is_answered)
-        case {"kind": "compute"}:
-            return Compute()
+        case {"kind": "compute", "adapters": [*adapters]}:
+            return Compute(adapters=tuple(map(_adapter_from_json, adapters)))
         case {"kind": "clear"}:
             return ClearCache()
         case _:
             raise OrderError(f"no order: {value!r}")
+
+
+def _adapter_from_json(value: object) -> tuple[str, str]:
+    match value:
+        case [str(request_id), str(name)]:
+            return request_id, name
+        case _:
+            raise OrderError(f"no adapter of a request: {value!r}")
 
 
 def _request_to_json(request: RequestSpec) -> Sequence[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -86,6 +87,11 @@ def test_sizes_may_be_given_with_units_in_a_configuration() -> None:
         ({"max_batch_size": 0}, "max_batch_size: "),
         ({"token_budget": 0}, "token_budget: "),
         ({"max_model_len": 1}, "max_model_len: .*2, got 1"),
+        ({"adapter": ["red"]}, "adapter: expected NAME=PATH, .*got 'red'"),
+        ({"adapter": ["red="]}, "adapter: expected NAME=PATH, .*got 'red='"),
+        ({"adapter": ["=path"]}, "adapter: expected NAME=PATH, .*got '=path'"),
+        ({"adapter": ["a b=path"]}, "adapter: expected NAME=PATH, .*got 'a b=path'"),
+        ({"adapter": ["red=a", "red=b"]}, 'adapter: expected every name once, got "red" 2 times'),
         ({"num_threads": 0}, "num_threads: "),
         ({"data_plane": "pigeon"}, "data_plane: .*'mooncake'.*got 'pigeon'"),
         ({"transfer_protocol": "udp"}, "transfer_protocol: "),
@@ -132,6 +138,11 @@ def test_a_node_on_all_interfaces_advertises_a_name_that_peers_can_use() -> None
 )
 def test_usual_collector_endpoints_are_accepted(endpoint: str) -> None:
     assert NodeConfig(otlp_endpoint=endpoint).otlp_endpoint == endpoint.rstrip("/")
+
+
+def test_adapters_are_directories_by_name() -> None:
+    config = load_config(ComputeNodeConfig, {"model": "m", "adapter": ["red=/models/red", "v1.2=a=b"]})
+    assert config.adapters() == {"red": Path("/models/red"), "v1.2": Path("a=b")}
 
 
 def test_every_field_has_a_help_text() -> None:

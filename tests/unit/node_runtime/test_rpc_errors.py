@@ -39,6 +39,7 @@ def test_no_operating_error_becomes_ok() -> None:
     [
         (errors.InvalidRequest("x"), grpc.StatusCode.INVALID_ARGUMENT),
         (errors.UnknownModel("x"), grpc.StatusCode.NOT_FOUND),
+        (errors.AdapterNotHere("x"), grpc.StatusCode.FAILED_PRECONDITION),
         (errors.DuplicateRequest("r"), grpc.StatusCode.ALREADY_EXISTS),
         (errors.IncompatiblePeer("prefill-1", ["a", "b"]), grpc.StatusCode.FAILED_PRECONDITION),
         (errors.NotBootstrapped("x"), grpc.StatusCode.FAILED_PRECONDITION),

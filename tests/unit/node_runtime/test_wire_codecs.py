@@ -25,6 +25,7 @@ from cache_runtime.transfer.schema import (
 )
 from model_runtime.output_form import FormKind, OutputForm
 from model_runtime.sampler import SampledToken, SamplingParams
+from node_runtime.adapters import AdapterId
 from node_runtime.engine.messages import EndReason
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
@@ -88,6 +89,7 @@ sampling_params = st.builds(
     frequency_penalty=st.floats(-2, 2, width=32),
     repetition_penalty=st.floats(0.0078125, 10, width=32),
 )
+adapters = st.builds(AdapterId, name=PRINTABLE, digest=st.binary(min_size=32, max_size=32))
 sampled_tokens = st.builds(
     SampledToken,
     token_id=UINT32,
@@ -106,6 +108,7 @@ starts = st.builds(
     prefill_incarnation=UINT64,
     lease_ms=LEASE_MS,
     wants_checksums=st.booleans(),
+    adapter=st.none() | adapters,
 ).flatmap(
     lambda start: st.builds(
         dataclasses.replace, st.just(start), num_output_tokens=st.integers(0, len(start.token_ids) - 1)
@@ -208,6 +211,7 @@ def test_a_handoff_response_survives_the_wire(message: ResponseMessage) -> None:
         stop_token_ids=st.frozensets(st.integers(0, 999), max_size=80),
         extra_keys=st.lists(st.binary(max_size=64), max_size=8).map(tuple),
         prefill_address=st.none() | st.just("10.0.0.7:5000"),
+        adapter=st.none() | adapters | st.builds(AdapterId, name=PRINTABLE),
         progress_interval_s=st.none() | st.integers(50, 60_000).map(lambda interval_ms: interval_ms / 1000),
     ),
     st.data(),
@@ -223,6 +227,12 @@ def test_a_decode_job_survives_the_wire(job: DecodeJob, data_source: st.DataObje
         decode_pb2.DecodeRequest.FromString(data), vocab_size=1000, context_tokens=120, seed_if_absent=0
     )
     assert received == job
+
+
+def test_a_handoff_names_its_adapter_with_the_digest() -> None:
+    fields = {"handoff_id": bytes(16), "request_id": "r", "token_ids": [1], "adapter": {"name": "red"}}
+    with pytest.raises(InvalidRequest, match=r"adapter\.digest: required in a handoff"):
+        request_from_proto(handoff_pb2.HandoffRequest(start=handoff_pb2.Start(**fields)))
 
 
 def test_a_decode_job_whose_tokens_are_all_output_is_refused() -> None:

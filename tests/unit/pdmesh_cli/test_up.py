@@ -89,6 +89,11 @@ def test_the_cores_are_shared_between_the_tensor_ranks_of_all_compute_nodes(monk
     assert "--tensor-parallel=2" in plan.compute_arguments
 
 
+def test_adapters_are_passed_on_to_all_nodes() -> None:
+    plan = mesh_plan(UpOptions(model="m", compute_values={"adapter": ["red=/a", "blue=/b"]}), _PATH, "c:1")
+    assert plan.compute_arguments == ("--adapter=red=/a", "--adapter=blue=/b")
+
+
 def test_a_mesh_without_decode_nodes_is_refused() -> None:
     with pytest.raises(BadConfig, match="num_decode must be at least 1, got 0"):
         mesh_plan(UpOptions(model="m", num_decode=0), _PATH, "c:1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -43,6 +43,7 @@ class FollowingFake:
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
         self.calls: list[str] = []
+        self.adapters: list[dict[str, str]] = []
         self.before_zeroing: Callable[[], object] = lambda: None
 
     def zero_blocks(self, plan: Plan) -> None:
@@ -50,8 +51,9 @@ class FollowingFake:
         self.calls.append("zero")
         self._executor.zero_blocks(plan)
 
-    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None = None) -> object:
+    def logits(self, plan: Plan, on_stage: Callable[[int], None] | None, adapters: Mapping[str, str]) -> object:
         self.calls.append("compute")
+        self.adapters.append(dict(adapters))
         return None
 
 
@@ -82,7 +84,9 @@ class TwoRanks:
         self.updates: dict[str, list[Update]] = {}
         self._thread.start()
 
-    def submit(self, request_id: str, num_tokens: int = 4, *, prompt: list[int] = PROMPT) -> None:
+    def submit(
+        self, request_id: str, num_tokens: int = 4, *, prompt: list[int] = PROMPT, adapter: str | None = None
+    ) -> None:
         updates = self.updates.setdefault(request_id, [])
         self.loop.post(
             SubmitRequest(
@@ -90,6 +94,7 @@ class TwoRanks:
                 sampling=SamplingParams(),
                 stop=StopRule(max_new_tokens=num_tokens),
                 sink=updates.append,
+                adapter=adapter,
             )
         )
 
@@ -119,6 +124,16 @@ def two_ranks(role: Role = Role.FUSED) -> Iterator[TwoRanks]:
         yield ranks
     finally:
         ranks.end()
+
+
+def test_the_follower_hears_the_adapter_of_each_request_in_every_pass() -> None:
+    with two_ranks() as ranks:
+        ranks.submit("a", 2)
+        ranks.submit("b", 3, prompt=PROMPT[:3], adapter="red")
+        ranks.loop.run_until_idle()
+    assert not ranks.errors
+    assert ranks.executor.adapters == [{"b": "red"}] * len(ranks.executor.adapters)
+    assert len(ranks.executor.adapters) == ranks.executor.calls.count("compute") > 2
 
 
 def test_both_schedulers_end_in_one_state_and_the_follower_computed_every_plan() -> None:

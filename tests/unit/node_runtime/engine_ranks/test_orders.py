@@ -81,6 +81,11 @@ def test_results_and_first_tokens_arrive_in_order() -> None:
     assert (third.request_id, third.token) == ("c", 9)
 
 
+def test_a_pass_arrives_with_the_adapters_of_its_requests() -> None:
+    for order in (Compute(), Compute(adapters=(("a", "red"), ("b", "blue")))):
+        assert decode_order(encode_order(order)) == order
+
+
 def test_requests_arrive_with_everything_that_a_scheduler_reads() -> None:
     spec = RequestSpec(
         request_id="a", tokens=[5, 6, 7], max_new_tokens=None, extra_keys=[b"\x00k", b""], local_prefill=True
@@ -104,6 +109,8 @@ def test_an_event_that_ranks_do_not_share_is_refused() -> None:
         b"[]",
         b'{"kind":"fly"}',
         b'{"kind":"plan"}',
+        b'{"kind":"compute"}',
+        b'{"kind":"compute","adapters":[["a"]]}',
         b'{"kind":"advance","events":[["AbortEvent"]]}',
         b'{"kind":"advance","events":[["ResultEvent","a",["x"]]]}',
         b'{"kind":"submit","requests":[["a",[1]]]}',
