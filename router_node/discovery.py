@@ -15,6 +15,7 @@ from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 from node_runtime.errors import InvalidRequest, NodeError, PeerUnavailable
 from node_runtime.request_rules import check_node_id, require
 from node_runtime.rpc import ChannelPool
+from node_runtime.wire.adapter import adapters_from_proto
 from router_node.node_pool import ROLE_BY_WIRE, ComputeRole, NodeFacts, NodePool, TokenLimits
 
 _ANSWER_TIMEOUT_S = 3.0
@@ -103,4 +104,5 @@ def facts_of(address: str, info: mesh_pb2.NodeInfo) -> NodeFacts:
         prefix_granularity=info.prefix_granularity,
         capacity_tokens=info.capacity_tokens,
         reports_progress=role is not ComputeRole.PREFILL and info.reports_progress,
+        adapters=frozenset(adapters_from_proto(info.adapters)),
     )

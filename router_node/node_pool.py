@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 from pdmesh.v1 import mesh_pb2
 
+from node_runtime.adapters import AdapterId
+
 _log = logging.getLogger("pdmesh.router.pool")
 
 
@@ -61,6 +63,8 @@ class NodeFacts:
     capacity_tokens: int = 0
     # A node that decodes, and says from time to time that a request is well.
     reports_progress: bool = False
+    # What requests can be computed with there.
+    adapters: frozenset[AdapterId] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.role.value} node {self.node_id} at {self.address}"
@@ -125,6 +129,7 @@ class NodePool:
         self._entries: dict[str, _Entry] = {}
         # Asked for by every request, and seldom another one.
         self._usable: dict[ComputeRole, tuple[UsableNode, ...]] = {}
+        self._adapters: Mapping[str, AdapterId] | None = None
         self.set_members(addresses)
 
     @property
@@ -152,7 +157,7 @@ class NodePool:
             return False
         for address in known.keys() - listed.keys():
             _log.info("%s node at %s is no member any more", known[address].value, address)
-        self._usable.clear()
+        self._forget_summaries()
         self._entries = {
             address: entry
             if (entry := self._entries.get(address)) is not None and entry.listed_as is role
@@ -177,6 +182,22 @@ class NodePool:
             )
         return usable
 
+    def adapters(self) -> Mapping[str, AdapterId]:
+        """By name, what the members that decode told of, usable or not.
+
+        Where they differ in what a name stands for, as they do while an adapter is replaced, most of them are right,
+        the usable ones first.
+        """
+        if self._adapters is None:
+            votes: dict[AdapterId, tuple[int, int]] = {}
+            for entry in self._entries.values():
+                if entry.facts is not None and entry.facts.role is not ComputeRole.PREFILL:
+                    for adapter in entry.facts.adapters:
+                        num_usable, num_known = votes.get(adapter, (0, 0))
+                        votes[adapter] = (num_usable + entry.is_usable, num_known + 1)
+            self._adapters = {adapter.name: adapter for adapter in sorted(votes, key=lambda each: (votes[each], each))}
+        return self._adapters
+
     def limits(self) -> TokenLimits | None:
         """Those of the usable node that can hold the longest request; None when no node is usable."""
         nodes = (*self.usable(ComputeRole.FUSED), *self.usable(ComputeRole.DECODE))
@@ -200,7 +221,7 @@ class NodePool:
         entry = self._entries.get(facts.address)
         if entry is None:
             return
-        self._usable.clear()
+        self._forget_summaries()
         entry.facts = facts
         entry.is_trusted = True
         fault = self._fault_of(entry, facts)
@@ -224,7 +245,7 @@ class NodePool:
 
     def distrust(self, addresses: Iterable[str]) -> None:
         """A request failed on one of these nodes; until it answers again, others are preferred."""
-        self._usable.clear()
+        self._forget_summaries()
         for address in addresses:
             if address in self._entries:
                 self._entries[address].is_trusted = False
@@ -242,6 +263,10 @@ class NodePool:
         )
         pools = " and no ".join(f"{role.value} node" for role in lacking)
         return f"no {pools} is usable ({details})"
+
+    def _forget_summaries(self) -> None:
+        self._usable.clear()
+        self._adapters = None
 
     def _lacking(self) -> tuple[ComputeRole, ...]:
         lacking = [role for role in (ComputeRole.PREFILL, ComputeRole.DECODE) if not self.usable(role)]
@@ -273,7 +298,7 @@ class NodePool:
             return
         if (entry.state, entry.detail) == (state, detail):
             return
-        self._usable.clear()
+        self._forget_summaries()
         entry.state, entry.detail = state, detail
         if state is NodeState.READY:
             _log.info("%s is usable", entry.facts)

@@ -13,6 +13,7 @@ from typing import Final
 
 from pdmesh.v1 import inference_pb2
 
+from node_runtime.adapters import AdapterId
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.errors import NodeError, PeerUnavailable, RequestTooLarge
 from node_runtime.rpc import span_names
@@ -146,16 +147,20 @@ class Placer:
         max_tokens: int,
         penalties: Mapping[str, int] = _NO_PENALTIES,
         prefixes: PromptPrefixes | None = None,
+        adapter: AdapterId | None = None,
     ) -> PlacementChoice:
         """Nodes with a penalty, by address, are chosen after all others, those with a higher one last.
 
-        `prefixes` are those of the prompt; without them no cache is looked at. Raises NoUsableNode, or RequestTooLarge
-        when the request fits none of the usable nodes.
+        `prefixes` are those of the prompt; without them no cache is looked at. Nodes without the `adapter` are left
+        out, as are those that have another one of its name. Raises NoUsableNode, or RequestTooLarge when the request
+        fits none of the usable nodes.
         """
         if not self._pool.is_ready:
             raise NoUsableNode(self._pool.describe_lack())
-        prefill = self._pool.usable(ComputeRole.PREFILL)
-        decode = (*self._pool.usable(ComputeRole.FUSED), *self._pool.usable(ComputeRole.DECODE))
+        prefill = _having(adapter, self._pool.usable(ComputeRole.PREFILL))
+        decode = _having(adapter, (*self._pool.usable(ComputeRole.FUSED), *self._pool.usable(ComputeRole.DECODE)))
+        if not any(prefill or _needs_no_prefill(node.facts) for node in decode):
+            raise NoUsableNode(f"no usable nodes have the adapter {adapter}")
         demand = Demand(
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, beginning=self._beginning(prefixes, (*decode, *prefill))
         )
@@ -225,16 +230,20 @@ class Placer:
     ) -> RequestTooLarge:
         """Names the node that can hold most, of those that hold back the request."""
         has_prefill = any(prompt_tokens < node.facts.limits.tokens for node in prefill)
-        able = [
-            node
-            for node in decode
-            if has_prefill or node.facts.role is ComputeRole.FUSED or node.facts.prefills_locally
-        ]
+        able = [node for node in decode if has_prefill or _needs_no_prefill(node.facts)]
         largest = max((node.facts for node in able or prefill), key=lambda facts: facts.limits.tokens)
         return RequestTooLarge(
             f"max_tokens: {max_tokens} with a prompt of {prompt_tokens} tokens exceeds {largest.limits.tokens} tokens, "
             f"the most that {largest} can hold for one request"
         )
+
+
+def _having(adapter: AdapterId | None, nodes: Sequence[UsableNode]) -> Sequence[UsableNode]:
+    return nodes if adapter is None else tuple(node for node in nodes if adapter in node.facts.adapters)
+
+
+def _needs_no_prefill(facts: NodeFacts) -> bool:
+    return facts.role is ComputeRole.FUSED or facts.prefills_locally
 
 
 def _works(choice: PlacementChoice) -> tuple[Work, ...]:

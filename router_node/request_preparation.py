@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pdmesh.v1 import decode_pb2, inference_pb2
@@ -19,6 +19,7 @@ from model_runtime.text.chat_template import ROLES, ChatMessage, JsonObject
 from model_runtime.text.errors import ChatTemplateError
 from model_runtime.text.grammar import FormError, check_form
 from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.adapters import AdapterId, unknown_adapter
 from node_runtime.errors import InvalidRequest, UnknownModel
 from node_runtime.request_rules import (
     DEFAULT_MAX_TOKENS,
@@ -35,6 +36,7 @@ from node_runtime.request_rules import (
     check_token_ids,
     require,
 )
+from node_runtime.wire.adapter import adapter_to_proto
 from node_runtime.wire.output_form import form_from_proto
 from router_node.node_pool import TokenLimits
 
@@ -54,12 +56,13 @@ class PromptLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A request that breaks no rule, or one sample of it. `message` lacks only the prefill address; `stop` never leaves
-    the router.
+    the router. `adapter` is what the message names.
     """
 
     message: decode_pb2.DecodeRequest
     stop: tuple[str, ...]
     sample: int = 0
+    adapter: AdapterId | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,10 +116,26 @@ class RequestPreparer:
         self._limits = limits
         self._draw_seed = draw_seed
 
+    def find_adapter(self, request: inference_pb2.GenerateRequest, served: Mapping[str, AdapterId]) -> AdapterId | None:
+        """Which of the `served` ones, by name, changes the model for the request.
+
+        Either field may name it. Raises UnknownModel, or InvalidRequest when the two contradict each other.
+        """
+        is_base = request.model in ("", self._model_name)
+        if not is_base and request.model not in served:
+            names = ", ".join(f'"{name}"' for name in (self._model_name, *sorted(served)))
+            raise UnknownModel(f'model: "{request.model}" is not served here, only {names} {_are(1 + len(served))}')
+        if request.adapter and request.adapter not in served:
+            raise unknown_adapter(request.adapter, served)
+        require(
+            is_base or request.adapter in ("", request.model),
+            f'adapter: "{request.adapter}" given beside model "{request.model}", which is another adapter',
+        )
+        name = request.adapter or ("" if is_base else request.model)
+        return served[name] if name else None
+
     def check(self, request: inference_pb2.GenerateRequest) -> None:
-        """Everything that can be known without tokenising. Raises UnknownModel or InvalidRequest by field and limit."""
-        if request.model not in ("", self._model_name):
-            raise UnknownModel(f'model: "{request.model}" is not served here, only "{self._model_name}" is')
+        """Everything else that can be known without tokenising. Raises InvalidRequest by field and limit."""
         self._check_prompt(request)
         check_sampling(request.sampling)
         check_logit_bias(request.sampling.logit_bias, self._tokenizer.vocab_size)
@@ -159,6 +178,7 @@ class RequestPreparer:
         limits: TokenLimits | None,
         *,
         tenant: str = "",
+        adapter: AdapterId | None = None,
     ) -> PreparedRequest:
         """The decode node's request. `limits` are those of the nodes, None when no node is known.
 
@@ -184,11 +204,12 @@ class RequestPreparer:
             stop_token_ids=self._stop_token_ids(request),
             num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
             num_prompt_logprobs=num_prompt_logprobs,
+            adapter=adapter_to_proto(adapter),
             extra_keys=[key for key in (tenant.encode(), request.cache_salt) if key],
         )
         if not message.sampling.HasField("seed"):
             message.sampling.seed = self._draw_seed()
-        return PreparedRequest(message=message, stop=tuple(request.stop))
+        return PreparedRequest(message=message, stop=tuple(request.stop), adapter=adapter)
 
     def _check_prompt(self, request: inference_pb2.GenerateRequest) -> None:
         match request.WhichOneof("prompt"):
@@ -239,6 +260,10 @@ class RequestPreparer:
     def _stop_token_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
         own = () if request.ignore_eos else self._tokenizer.eos_token_ids
         return list(dict.fromkeys((*own, *request.stop_token_ids)))
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _texts(chat: inference_pb2.ChatPrompt) -> Iterator[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pdmesh.v1 import decode_pb2, inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.adapters import isolation_keys
 from node_runtime.clock import Clock
 from node_runtime.errors import NodeError, RemoteError, RequestTooLarge
 from node_runtime.rpc import ChannelPool, Span, Telemetry, span_names, status_of
@@ -73,7 +74,8 @@ class RoutedRequest:
         message = prepared.message
         # A prompt whose log-probabilities are wanted finds nothing cached.
         finds_nothing = message.HasField("num_prompt_logprobs")
-        self._prefixes = None if finds_nothing else PromptPrefixes(message.token_ids, message.extra_keys)
+        keys = isolation_keys(message.extra_keys, prepared.adapter)
+        self._prefixes = None if finds_nothing else PromptPrefixes(message.token_ids, keys)
         self._trace = RequestTrace(parts.telemetry, parts.clock, span)
         self._answer = Answer(prepared, parts.tokenizer)
         self._near = near
@@ -249,6 +251,7 @@ class RoutedRequest:
             max_tokens=answer.max_tokens_left,
             penalties=penalties,
             prefixes=self._prefixes,
+            adapter=self._prepared.adapter,
         )
 
     def _place(self, wanted: PlacementChoice | None = None) -> PlacementChoice:

@@ -15,10 +15,13 @@ from types import MappingProxyType
 
 from pdmesh.v1 import inference_pb2
 
+from node_runtime.adapters import AdapterId
+from node_runtime.errors import UnknownModel
 from node_runtime.log_context import bound_request_id
 from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, span_names
 from router_node.live_requests import LiveRequests
+from router_node.placement import NoUsableNode
 from router_node.request_metrics import RequestMetrics
 from router_node.request_preparation import PreparedRequest, RequestPreparer, num_samples_of, samples_of
 from router_node.routed_request import RoutedRequest, RoutingParts
@@ -56,12 +59,14 @@ class InferenceService:
     ) -> inference_pb2.ListModelsResponse:
         routing = self._parts.routing
         limits, context_tokens = routing.pool.limits(), routing.tokenizer.max_context_tokens
-        card = inference_pb2.ModelCard(
+        base = inference_pb2.ModelCard(
             name=self._parts.model_name,
             context_tokens=context_tokens if limits is None else min(context_tokens, limits.context_tokens),
             vocab_size=routing.tokenizer.vocab_size,
         )
-        return inference_pb2.ListModelsResponse(models=[card])
+        return inference_pb2.ListModelsResponse(
+            models=[base, *(_adapter_card(name, base) for name in sorted(routing.pool.adapters()))]
+        )
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: RpcContext
@@ -119,15 +124,31 @@ class InferenceService:
         samples = samples_of(prepared, num_samples)
         return SampledRequest(routing, samples, span, deadline_s=deadline_s).responses()
 
+    def _find_adapter(self, request: inference_pb2.GenerateRequest, span: Span) -> AdapterId | None:
+        """What the request names, told to the trace. Raises UnknownModel, InvalidRequest, or NoUsableNode where nobody
+        can say yet what is served.
+        """
+        preparer, pool = self._parts.preparer, self._parts.routing.pool
+        try:
+            adapter = preparer.find_adapter(request, pool.adapters())
+        except UnknownModel:
+            if request.adapter and not pool.is_ready:
+                raise NoUsableNode(pool.describe_lack()) from None
+            raise
+        if adapter is not None:
+            span.set(span_names.PDMESH_ADAPTER, adapter.name)
+        return adapter
+
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, span: Span, tenant: str
     ) -> PreparedRequest:
-        preparer = self._parts.preparer
+        preparer, pool = self._parts.preparer, self._parts.routing.pool
+        adapter = self._find_adapter(request, span)
         preparer.check(request)
         await preparer.check_form(request)
         with self._parts.routing.telemetry.span(span_names.SPAN_TOKENIZE):
             token_ids = await preparer.tokenize(request)
-        prepared = preparer.prepare(request, request_id, token_ids, self._parts.routing.pool.limits(), tenant=tenant)
+        prepared = preparer.prepare(request, request_id, token_ids, pool.limits(), tenant=tenant, adapter=adapter)
         sampling = prepared.message.sampling
         span.set_all(
             {
@@ -139,6 +160,12 @@ class InferenceService:
             }
         )
         return prepared
+
+
+def _adapter_card(name: str, base: inference_pb2.ModelCard) -> inference_pb2.ModelCard:
+    return inference_pb2.ModelCard(
+        name=name, context_tokens=base.context_tokens, vocab_size=base.vocab_size, parent=base.name
+    )
 
 
 def _operation(request: inference_pb2.GenerateRequest) -> str:

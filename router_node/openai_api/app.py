@@ -152,7 +152,9 @@ class _Questions:
                 if card["id"] == name:
                     return card
             served = ", ".join(f'"{card["id"]}"' for card in cards)
-            raise UnknownModel(f'model: "{name}" is not served here, only {served} is')
+            raise UnknownModel(
+                f'model: "{name}" is not served here, only {served} {"is" if len(cards) == 1 else "are"}'
+            )
 
         try:
             return JSONResponse(await _run(self._parts.calls, request, "ListModels", look))
@@ -167,7 +169,9 @@ class _Questions:
         )
 
     def _card(self, model: inference_pb2.ModelCard) -> JsonObject:
+        parent = {"parent": model.parent} if model.parent else {}
         return {
+            **parent,
             "id": model.name,
             "object": "model",
             "created": self._created_s,
@@ -214,7 +218,7 @@ class _Generation:
             asked = body.to_request(request_id)
             head = AnswerHead(
                 request_id=request_id,
-                model=self._parts.model_name,
+                model=asked.model or self._parts.model_name,
                 created_s=_unix_s(self._parts.clock),
                 with_logprobs=body.num_logprobs is not None,
                 with_usage_in_stream=body.wants_usage_in_stream,

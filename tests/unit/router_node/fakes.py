@@ -92,6 +92,7 @@ class FakeNode:
     serving: bool = True
     draining: bool = False
     reports_progress: bool = False
+    adapters: Sequence[inference_pb2.Adapter] = ()
     script: Sequence[Step] = ()
     # The script of one request, where they differ.
     script_for: Callable[[decode_pb2.DecodeRequest], Sequence[Step]] | None = None
@@ -132,6 +133,7 @@ class FakeNode:
             prefix_granularity=self.prefix_granularity,
             capacity_tokens=self.capacity_tokens,
             reports_progress=self.reports_progress,
+            adapters=self.adapters,
         )
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:

@@ -9,6 +9,7 @@ import pytest
 from pdmesh.v1 import inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
+from node_runtime.adapters import AdapterId
 from node_runtime.errors import InvalidRequest, UnknownModel
 from router_node.node_pool import TokenLimits
 from router_node.request_preparation import PromptLimits, RequestPreparer
@@ -67,9 +68,48 @@ def test_each_rule_is_checked_and_named(preparer: RequestPreparer, fields: dict[
 
 
 def test_another_model_is_unknown(preparer: RequestPreparer) -> None:
-    preparer.check(inference_pb2.GenerateRequest(text="a", model="tiny"))
+    assert preparer.find_adapter(inference_pb2.GenerateRequest(text="a", model="tiny"), {}) is None
     with pytest.raises(UnknownModel, match='model: "big" is not served here, only "tiny" is'):
-        preparer.check(inference_pb2.GenerateRequest(text="a", model="big"))
+        preparer.find_adapter(inference_pb2.GenerateRequest(text="a", model="big"), {})
+
+
+ADAPTERS = {name: AdapterId(name=name, digest=name[:1].encode() * 32) for name in ("red", "blue")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"adapter": "red"}, "red"),
+        ({"adapter": "red", "model": "tiny"}, "red"),
+        ({"model": "blue"}, "blue"),
+        ({"adapter": "blue", "model": "blue"}, "blue"),
+    ],
+)
+def test_an_adapter_is_named_by_its_field_or_in_the_place_of_the_model(
+    preparer: RequestPreparer, fields: dict[str, str], name: str
+) -> None:
+    request = inference_pb2.GenerateRequest(text="a", **fields)  # type: ignore[arg-type]
+    adapter = preparer.find_adapter(request, ADAPTERS)
+    assert adapter == ADAPTERS[name]
+    prepared = preparer.prepare(request, "id", [5], None, adapter=adapter)
+    assert prepared.adapter == adapter
+    assert (prepared.message.adapter.name, prepared.message.adapter.digest) == (name, name[:1].encode() * 32)
+    assert not preparer.prepare(request, "id", [5], None).message.HasField("adapter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"adapter": "green"}, UnknownModel, 'adapter: "green" is not served here, only "blue", "red"'),
+        ({"model": "green"}, UnknownModel, 'model: "green" is not served here, only "tiny", "blue", "red" are'),
+        ({"model": "red", "adapter": "blue"}, InvalidRequest, 'adapter: "blue" given beside model "red"'),
+    ],
+)
+def test_names_that_are_not_served_or_contradict_each_other_are_refused(
+    preparer: RequestPreparer, fields: dict[str, str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        preparer.find_adapter(inference_pb2.GenerateRequest(text="a", **fields), ADAPTERS)  # type: ignore[arg-type]
 
 
 def test_a_chat_needs_a_template(tokenizer: Tokenizer) -> None:
