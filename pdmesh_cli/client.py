@@ -160,7 +160,12 @@ class AsyncPdmeshClient:
                 self._stub.ListModels, inference_pb2.ListModelsRequest(), timeout_s=timeout_s
             )
         return tuple(
-            ModelCard(name=card.name, context_tokens=card.context_tokens, vocab_size=card.vocab_size)
+            ModelCard(
+                name=card.name,
+                context_tokens=card.context_tokens,
+                vocab_size=card.vocab_size,
+                parent=card.parent,
+            )
             for card in response.models
         )
 

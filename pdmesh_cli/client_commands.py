@@ -12,13 +12,14 @@ from rich.console import Console
 
 from pdmesh_cli.defaults import DEFAULT_ROUTER
 from pdmesh_cli.failures import EXIT_FAILURE, reported_failures
-from pdmesh_cli.options import Router, Timeout, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
+from pdmesh_cli.options import Adapter, Router, Timeout, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
 
 
 def chat(
     router: Router = DEFAULT_ROUTER,
     system: Annotated[str | None, typer.Option(help="System message in front of the conversation.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model. Default: the only one served.")] = "",
+    adapter: Adapter = "",
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of each answer. Default: 256.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: drawn by the server.")] = None,
@@ -36,7 +37,7 @@ def chat(
     from pdmesh_cli.identity import Identity, identity_of
 
     out, err = Console(), Console(stderr=True, highlight=False)
-    options = GenerateOptions(model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options = GenerateOptions(model=model, adapter=adapter, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
     async def talk(identity: Identity) -> None:
         async with AsyncPdmeshClient(router, identity=identity) as client:
@@ -60,6 +61,7 @@ def bench(
     ] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="<int>", help="Tokens of each answer.")] = 64,
     seed: Annotated[int, typer.Option(metavar="<int>", help="Same seed, same prompts.")] = 0,
+    adapter: Adapter = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
     timeout_s: Timeout = 600,
     token_file: TokenFile = None,
@@ -88,6 +90,7 @@ def bench(
             shared_tokens=shared_tokens,
             max_tokens=max_tokens,
             seed=seed,
+            adapter=adapter,
             timeout_s=timeout_s,
         )
         outcomes = asyncio.run(send(load, identity))

@@ -42,6 +42,8 @@ class GenerateOptions:
     """How to continue a prompt. What is None or empty takes the server's default."""
 
     model: str = ""
+    # A LoRA adapter of the model, by the name under which nodes have it.
+    adapter: str = ""
     request_id: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -182,11 +184,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """A served model; `context_tokens` bounds prompt and completion together."""
+    """A served model, or an adapter of the model `parent`; `context_tokens` bounds prompt and completion together."""
 
     name: str
     context_tokens: int
     vocab_size: int
+    parent: str = ""
 
 
 def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -194,6 +197,7 @@ def request_message(prompt: Prompt, options: GenerateOptions) -> inference_pb2.G
     request = inference_pb2.GenerateRequest(
         request_id=options.request_id,
         model=options.model,
+        adapter=options.adapter,
         max_tokens=options.max_tokens,
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pdmesh_cli.defaults import DEFAULT_ROUTER
 from pdmesh_cli.failures import reported_failures
-from pdmesh_cli.options import Router, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
+from pdmesh_cli.options import Adapter, Router, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
 
 
 def generate(
@@ -21,6 +21,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message.")] = False,
     system: Annotated[str | None, typer.Option(help="System message in front of the chat message.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model. Default: the only one served.")] = "",
+    adapter: Adapter = "",
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate. Default: 256.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep only the k most likely tokens. Default: all.")] = None,
@@ -78,6 +79,7 @@ def generate(
     with reported_failures():
         options = GenerateOptions(
             model=model,
+            adapter=adapter,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,

@@ -37,6 +37,7 @@ class Load:
     max_tokens: int
     seed: int
     timeout_s: float
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.shared_tokens > self.prompt_tokens:
@@ -94,7 +95,7 @@ async def run_load(client: AsyncPdmeshClient, load: Load) -> Outcomes:
 
 async def _send(client: AsyncPdmeshClient, load: Load, waiting: Iterator[list[int]], outcomes: Outcomes) -> None:
     """One request after another, until none is left."""
-    options = GenerateOptions(max_tokens=load.max_tokens, ignore_eos=True)
+    options = GenerateOptions(adapter=load.adapter, max_tokens=load.max_tokens, ignore_eos=True)
     for prompt in waiting:
         began_s, first_s = time.perf_counter(), 0.0
         try:

@@ -12,6 +12,9 @@ from pdmesh_cli.defaults import TOKEN_VARIABLE
 _TRUST: Final = "Secured meshes"
 
 Router = Annotated[str, typer.Option(envvar="PDMESH_ROUTER", metavar="<host:port>", help="Address of the router.")]
+Adapter = Annotated[
+    str, typer.Option(metavar="<name>", help="LoRA adapter to change the model by. Default: none.", show_default=False)
+]
 Timeout = Annotated[float, typer.Option(min=0.001, metavar="<float>", help="Deadline of each answer. Seconds.")]
 TokenFile = Annotated[
     Path | None,

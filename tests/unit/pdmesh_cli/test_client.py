@@ -275,6 +275,7 @@ async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[Sc
     servicer, address = router
     options = GenerateOptions(
         model="m",
+        adapter="red",
         request_id="r",
         max_tokens=3,
         temperature=0.0,
@@ -299,6 +300,7 @@ async def test_every_option_and_kind_of_prompt_reaches_the_wire(router: tuple[Sc
     assert (chat.model, chat.request_id, chat.max_tokens, list(chat.stop), list(chat.stop_token_ids)) == (
         "m", "r", 3, ["a", "b"], [7],
     )  # fmt: skip
+    assert (chat.adapter, tokens.adapter) == ("red", "")
     assert (chat.ignore_eos, chat.num_logprobs, chat.HasField("num_logprobs"), chat.cache_salt) == (True, 0, True, b"s")
     assert chat.sampling.HasField("temperature")
     assert chat.sampling.HasField("seed")
