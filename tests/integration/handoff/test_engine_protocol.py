@@ -312,6 +312,17 @@ async def test_subscribers_hear_which_prompts_are_cached_and_go_on_where_they_st
     assert gone.events[0].HasField("cleared")
 
 
+async def test_a_stream_of_events_ends_by_itself_before_its_deadline_would_fail_it(mesh: FakeMesh) -> None:
+    fused = await mesh.fused(config={**SMG, "default_deadline_s": 1.2})
+    client = EngineClient(fused.address)
+    call = client.events()
+    last = await call.read()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert (await client.events(last.sequence_number).read()).sequence_number == last.sequence_number
+    await client.close()
+
+
 async def test_subscribers_do_not_hold_up_a_drain(mesh: FakeMesh) -> None:
     fused = await mesh.fused(config={**SMG, "drain_grace_s": 100.0})
     client = EngineClient(fused.address)

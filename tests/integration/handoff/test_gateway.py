@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ TEMPLATE = "{{ messages[0].content }}"
 # Of a model whose tokens are single bytes: text that every tokenizer spells alike.
 FORM = "[a-z]{20}"
 TIMEOUT_S = 60.0
+# It dies with the tests, however they end.
+LAUNCH = "import ctypes, runpy; ctypes.CDLL(None).prctl(1, 9); runpy.run_module('smg', run_name='__main__')"
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +55,17 @@ async def mesh(checkpoint: Checkpoint) -> AsyncIterator[FakeMesh]:
 class Gateway:
     """One `smg launch` process."""
 
-    def __init__(self, folder: Path, *nodes: FakeNode) -> None:
+    def __init__(self, folder: Path, *nodes: FakeNode, options: Sequence[str] = ()) -> None:
         self._log_path = folder / "smg.log"
         self._port = _free_port()
         command = ["launch", "--host", "127.0.0.1", "--port", str(self._port)]
         # The metrics have a port of their own, and one default for all.
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())]
-        command += ["--load-monitor-interval", "1"]
+        command += ["--load-monitor-interval", "1", *options]
         command += ["--worker-urls", *(f"grpc://{node.address}" for node in nodes)]
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "smg", *command],
+                [sys.executable, "-c", LAUNCH, *command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -87,6 +89,12 @@ class Gateway:
                         return listed
                 await asyncio.sleep(0.05)
         raise AssertionError(f"the gateway lists nothing at {path} after {TIMEOUT_S} s:\n{self.log_text()}")
+
+    async def wait_until_known(self, nodes: Sequence[FakeNode]) -> None:
+        """It has been told what the nodes have cached."""
+        while self.log_text().count("KV event relay snapshot applied") < len(nodes):
+            assert self._process.poll() is None, self.log_text()
+            await asyncio.sleep(0.05)
 
     def log_text(self) -> str:
         return self._log_path.read_text(errors="replace")
@@ -140,5 +148,29 @@ async def test_text_chats_streams_and_samples_through_the_gateway_are_those_of_o
                 await client.completions.create(prompt=PROMPT, model="tiny", extra_body={"min_p": 0.5})
         await decode.assert_all_blocks_return()
         assert (await mesh.status(decode)).num_local_prefills == 0
+    finally:
+        gateway.stop()
+
+
+async def test_prompts_go_where_the_events_of_the_cache_say_that_they_are_known(mesh: FakeMesh, tmp_path: Path) -> None:
+    nodes = [await mesh.fused(config={"engine_protocol": "smg"}) for _ in range(2)]
+    prompts = [f"{number} " + "and so on, " * 20 for number in range(6)]
+    # Known to one node each, in no order that taking turns would give.
+    homes = [nodes[number] for number in (0, 0, 1, 1, 1, 0)]
+    for prompt, home in zip(prompts, homes, strict=True):
+        await mesh.generate(home, prompt.encode(), max_tokens=1)
+    gateway = Gateway(tmp_path, *nodes, options=["--policy", "cache_aware"])
+    try:
+        await gateway.wait_until_ready()
+        await gateway.wait_until_known(nodes)
+        async with openai.AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=30.0
+        ) as client:
+            for prompt in prompts:
+                answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0.0)
+                assert answer.usage is not None
+                details = answer.usage.prompt_tokens_details
+                assert details is not None
+                assert details.cached_tokens == len(prompt) // 8 * 8, gateway.log_text()
     finally:
         gateway.stop()
