@@ -116,16 +116,14 @@ class CallReader:
             keep = _overlap(self._held, _OPEN)
             num_known = len(self._held) - keep
             return None if keep and not self._held[:num_known].strip() else self._cut(num_known)
-        text = self._cut(begin)
-        # Space in front of a call is no text.
-        if text is not None and text.strip():
-            return text
-        end = self._held.find(_CLOSE)
+        if self._held[:begin].strip():
+            return self._cut(begin)
+        end = self._held.find(_CLOSE, begin)
         if end < 0:
             return None
-        block = self._held[: end + len(_CLOSE)]
-        self._held = self._held[len(block) :]
-        call = _call_of(_parsed(block[len(_OPEN) : end]))
+        call = _call_of(_parsed(self._held[begin + len(_OPEN) : end]))
+        block = self._cut(end + len(_CLOSE))
+        # Space in front of a call is no text, in front of what only looks like one it is.
         return block if call is None else call
 
     def _cut(self, num_characters: int) -> str | None:
