@@ -89,14 +89,35 @@ def _cost(finish: Finish) -> str:
     return f"({usage.prompt_tokens:,} prompt tokens, {cached:,} of them cached; {describe_speed(finish)})"
 
 
+@contextlib.contextmanager
+def _waiting_for_user() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt inside the block at once. The event loop would only take note of it, for it has
+    to wait until the block is left.
+    """
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 async def run_chat(conversation: Conversation, *, read_line: Callable[[], str], err: Console) -> None:
-    """Until the input ends. `read_line` shows the prompt, blocks, and raises EOFError at the end."""
+    """Until the input ends. `read_line` shows the prompt, blocks, and raises EOFError at the end. Nothing else goes on
+    in the meantime: there is no answer under way. Raises KeyboardInterrupt when the user interrupts that.
+    """
     err.print(HELP, style="bright_black", markup=False)
     while True:
         try:
-            line = (await asyncio.to_thread(read_line)).strip()
+            with _waiting_for_user():
+                line = read_line().strip()
         except EOFError:
+            if err.is_terminal:
+                # Behind the prompt.
+                err.print()
             return
+        except KeyboardInterrupt:
+            err.print()
+            raise
         match line:
             case "":
                 continue

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from pdmesh_cli.client import client_errors
@@ -16,6 +18,10 @@ from pdmesh_cli.identity import ANONYMOUS, Identity
 
 _ANSWER_TIMEOUT_S = 3.0
 _SERVING_POLL_S = 0.05
+_WORDS = ("node", "role", "address", "state", "model")
+_HEADINGS = (*_WORDS, "waiting", "running", "steps", "in use", "cached", "blocks")
+_NOT_WHERE_NARROW = frozenset({"model", "steps"})
+_ANY_WIDTH = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +94,32 @@ def _nodes_of_router(report: NodeReport) -> tuple[str, ...]:
     return tuple(peer.address for peer in report.status.peers)
 
 
-def status_table(reports: Sequence[NodeReport]) -> Table:
+def print_status(reports: Sequence[NodeReport], console: Console) -> None:
+    """One line per node. A narrow terminal gets fewer columns; where not even these fit it breaks the lines, for what
+    is cut off says less.
+    """
+    table = status_table(reports)
+    if console.is_terminal and _width_of(table, console) > console.width:
+        table = status_table(reports, is_narrow=True)
+    Console(highlight=False, width=max(console.width, _width_of(table, console))).print(table)
+
+
+def _width_of(table: Table, console: Console) -> int:
+    """That it has where there is room."""
+    return Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
+
+
+def status_table(reports: Sequence[NodeReport], *, is_narrow: bool = False) -> Table:
     """One line per node. Block counts are LCM blocks of the cache arena."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for heading in ("node", "role", "address", "state", "model"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("waiting", "running", "steps", "in use", "cached", "blocks"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    left_out = _NOT_WHERE_NARROW if is_narrow else frozenset()
+    for heading in _HEADINGS:
+        if heading not in left_out:
+            table.add_column(heading, justify="left" if heading in _WORDS else "right", no_wrap=True)
     for report in reports:
-        table.add_row(*_cells(report))
+        # A node that does not answer has fewer of them.
+        named = zip(_HEADINGS, _cells(report), strict=False)
+        table.add_row(*(cell for heading, cell in named if heading not in left_out))
     return table
 
 

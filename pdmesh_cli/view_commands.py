@@ -35,10 +35,8 @@ def status(
     tls_server_name: TlsServerName = None,
 ) -> None:
     """Show role, state, load and cache of the nodes, once or as they change."""
-    from rich.measure import Measurement
-
     from pdmesh_cli.identity import identity_of
-    from pdmesh_cli.status import ask_mesh, status_table
+    from pdmesh_cli.status import ask_mesh, print_status
     from pdmesh_cli.watch import run_watch
 
     with reported_failures():
@@ -48,11 +46,7 @@ def status(
         if watch:
             asyncio.run(run_watch(node or [router], Console(), timeout_s=timeout_s, identity=identity))
         reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s, identity=identity))
-    table = status_table(reports)
-    console = document_console()
-    # A table that is cut off says less than one whose lines the terminal breaks.
-    width = max(console.width, Measurement.get(console, console.options, table).maximum)
-    Console(highlight=False, width=width).print(table)
+    print_status(reports, document_console())
     errors = [report.error for report in reports if report.error]
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     for error in errors:

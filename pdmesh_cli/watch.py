@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdmesh.v1 import mesh_pb2
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pdmesh_cli.identity import ANONYMOUS, Identity
 from pdmesh_cli.status import NodeReport, ask_mesh, role_name, state_text
+from pdmesh_cli.terminal import printable
 
 _INTERVAL_S = 1.0
 _BAR_CELLS = 24
@@ -44,35 +45,69 @@ async def run_watch(
         while True:
             reports = await ask_mesh(addresses, timeout_s=timeout_s, identity=identity)
             look = Look(reports, time.monotonic())
-            live.update(watch_table(look, before), refresh=True)
+            live.update(WatchView(look=look, before=before), refresh=True)
             before = look
             await asyncio.sleep(_INTERVAL_S)
 
 
-def watch_table(look: Look, before: Look | None) -> Table:
-    """One line per node; rates are those since `before`."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("node", "role", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("waiting", "running", "handoffs", "steps/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(_legend(), no_wrap=True)
-    table.add_column("peers", no_wrap=True)
-    earlier = {report.address: report for report in before.reports} if before is not None else {}
-    elapsed_s = look.at_s - before.at_s if before is not None else 0.0
-    for report in look.reports:
-        table.add_row(*_cells(report, earlier.get(report.address), elapsed_s))
-    return table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchView:
+    """A rich renderable: one line per node, with rates since `before`. On a narrow console words are shorter."""
+
+    look: Look
+    before: Look | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        layout = _WIDE if options.max_width >= _WIDE.min_columns else _NARROW
+        table = Table(box=None, pad_edge=False, padding=(0, layout.gap, 0, 0), header_style="bold")
+        for heading in ("node", "role", "state"):
+            table.add_column(heading, no_wrap=True)
+        for heading in layout.counts:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("arena", no_wrap=True)
+        table.add_column("peers", no_wrap=True)
+        look, before = self.look, self.before
+        earlier = {report.address: report for report in before.reports} if before is not None else {}
+        elapsed_s = look.at_s - before.at_s if before is not None else 0.0
+        for report in look.reports:
+            table.add_row(*_cells(report, earlier.get(report.address), elapsed_s, layout))
+        yield table
+        yield _legend()
+        for report in look.reports:
+            yield from _complaints(report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Widths are characters."""
+
+    min_columns: int
+    gap: int
+    counts: tuple[str, str, str, str]
+    bar_cells: int
+    peers_ready: str
+
+
+_WIDE = _Layout(
+    min_columns=112,
+    gap=2,
+    counts=("waiting", "running", "handoffs", "steps/s"),
+    bar_cells=_BAR_CELLS,
+    peers_ready="{ready} of {all} ready",
+)
+_NARROW = _Layout(
+    min_columns=0, gap=1, counts=("wait", "run", "hand", "steps/s"), bar_cells=10, peers_ready="{ready}/{all}"
+)
 
 
 def _legend() -> Text:
-    return Text.assemble("arena: ", *((f"{state} ", style) for state, style in _ARENA_STYLES.items()))
+    return Text.assemble(*((f"█ {state}  ", style) for state, style in _ARENA_STYLES.items()))
 
 
-def _cells(report: NodeReport, before: NodeReport | None, elapsed_s: float) -> tuple[str | Text, ...]:
+def _cells(report: NodeReport, before: NodeReport | None, elapsed_s: float, layout: _Layout) -> tuple[str | Text, ...]:
     info, status = report.info, report.status
     if info is None or status is None:
-        return (report.address, "-", Text(report.error or "no answer", style="red"))
+        return (report.address, "-", Text("no answer", style="red"))
     return (
         info.node_id,
         role_name(info),
@@ -81,8 +116,8 @@ def _cells(report: NodeReport, before: NodeReport | None, elapsed_s: float) -> t
         f"{status.num_running_requests:,}",
         f"{status.num_handoffs:,}",
         _steps_per_s(report, before, elapsed_s),
-        arena_bar(status.arena),
-        _peers(status),
+        arena_bar(status.arena, layout.bar_cells),
+        _peers(status, layout),
     )
 
 
@@ -95,28 +130,35 @@ def _steps_per_s(report: NodeReport, before: NodeReport | None, elapsed_s: float
     return f"{(report.status.num_steps - before.status.num_steps) / elapsed_s:,.1f}"
 
 
-def arena_bar(arena: mesh_pb2.ArenaStatus) -> Text:
-    """The arena as a bar. What holds any block at all has a cell, as long as there is room."""
+def arena_bar(arena: mesh_pb2.ArenaStatus, num_cells: int = _BAR_CELLS) -> Text:
+    """The arena as a bar of so many cells. What holds any block at all has a cell, as long as there is room."""
     total = arena.total_lcm_blocks
     if not total:
         return Text("-")
     held = {state: getattr(arena, f"{state}_lcm_blocks") for state in _ARENA_STYLES}
-    cells = {state: max(1, round(_BAR_CELLS * count / total)) if count else 0 for state, count in held.items()}
-    while sum(cells.values()) != _BAR_CELLS:
+    cells = {state: max(1, round(num_cells * count / total)) if count else 0 for state, count in held.items()}
+    while sum(cells.values()) != num_cells:
         # The widest part gives or takes: nobody sees one cell of it.
         widest = max(cells, key=lambda state: cells[state])
-        cells[widest] += 1 if sum(cells.values()) < _BAR_CELLS else -1
+        cells[widest] += 1 if sum(cells.values()) < num_cells else -1
     bar = Text.assemble(*(("█" * cells[state], style) for state, style in _ARENA_STYLES.items()))
     return bar + Text(f" {total - held['empty']:,}/{total:,}")
 
 
-def _peers(status: mesh_pb2.NodeStatus) -> Text:
-    """How many are ready, and what is wrong with the first that is not."""
+def _peers(status: mesh_pb2.NodeStatus, layout: _Layout) -> Text:
+    """How many are ready."""
     if not status.peers:
         return Text("-")
-    wrong = [peer for peer in status.peers if peer.state != "ready"]
-    shown = Text(f"{len(status.peers) - len(wrong)} of {len(status.peers)} ready")
-    if wrong:
-        first = wrong[0]
-        shown.append(f"; {first.node_id or first.address} {first.state}", style="yellow")
-    return shown
+    num_ready = sum(peer.state == "ready" for peer in status.peers)
+    shown = layout.peers_ready.format(ready=num_ready, all=len(status.peers))
+    return Text(shown, style="" if num_ready == len(status.peers) else "yellow")
+
+
+def _complaints(report: NodeReport) -> Iterator[Text]:
+    """Why a node does not answer, or which is the first of its peers that is not ready."""
+    if report.error:
+        yield Text(f"{report.address}: {printable(report.error)}", style="red")
+    wrong = [] if report.status is None else [peer for peer in report.status.peers if peer.state != "ready"]
+    if wrong and report.info is not None:
+        name = wrong[0].node_id or wrong[0].address
+        yield Text(printable(f"{report.info.node_id}: peer {name} is {wrong[0].state}"), style="yellow")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncGenerator, Callable
 from io import StringIO
 
+import pytest
 from rich.console import Console
 from unit.pdmesh_cli.test_load import NO_TIMINGS
 
@@ -95,3 +97,25 @@ async def test_commands_are_not_sent() -> None:
     client, _, err = await talk("/help", "/quit", "never")
     assert client.asked == []
     assert err.count("/quit") == 2
+
+
+async def test_an_interrupt_at_the_prompt_ends_the_conversation_at_once() -> None:
+    """Not only when the line is complete."""
+
+    def interrupted() -> str:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the wait went on")
+
+    err = Console(file=StringIO(), width=200)
+    conversation = Conversation(
+        RepeatingClient(),  # type: ignore[arg-type]
+        GenerateOptions(),
+        system=None,
+        timeout_s=5.0,
+        out=Console(file=StringIO()),
+        err=err,
+    )
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        await run_chat(conversation, read_line=interrupted, err=err)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from pdmesh.v1 import mesh_pb2
 from rich.console import Console
 
 from pdmesh_cli.status import NodeReport
-from pdmesh_cli.watch import Look, arena_bar, watch_table
+from pdmesh_cli.watch import Look, WatchView, arena_bar
 
 
 def report(num_steps: int, *, incarnation: int = 1) -> NodeReport:
@@ -23,10 +24,10 @@ def report(num_steps: int, *, incarnation: int = 1) -> NodeReport:
     )
 
 
-def shown(look: Look, before: Look | None = None) -> str:
-    console = Console(width=200, highlight=False, color_system=None)
+def shown(look: Look, before: Look | None = None, *, width: int = 200) -> str:
+    console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as capture:
-        console.print(watch_table(look, before))
+        console.print(WatchView(look=look, before=before))
     return capture.get()
 
 
@@ -43,6 +44,19 @@ def test_rates_are_those_since_the_last_look() -> None:
 def test_a_node_that_was_started_anew_has_no_rate_yet() -> None:
     text = shown(Look((report(40, incarnation=2),), 102.0), Look((report(10),), 100.0))
     assert "15.0" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_off_at_the_width_of_a_terminal(width: int) -> None:
+    other = NodeReport(
+        address="10.0.0.2:7701", error="UNAVAILABLE: cannot connect to 10.0.0.2:7701: Connection refused"
+    )
+    before, after = Look((report(10), other), 100.0), Look((report(4000), other), 102.0)
+    text = shown(after, before, width=width)
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    for word in ("decode-1", "serving", "1,995.0", "40/100", "suspect", "no answer", "Connection refused"):
+        assert word in text
 
 
 def test_a_node_that_does_not_answer_is_shown_with_the_reason() -> None:
