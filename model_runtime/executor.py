@@ -140,7 +140,7 @@ class ModelExecutor:
                 )
             )
         self._adapters.finish()
-        self._weights = describe_weights(source, backend.kernels)
+        self._weights = describe_weights(source, backend.kernels, adapter_bytes=self._adapters.num_bytes)
         bind_cache_groups(self._model.cache_layers, setup.plan)
 
     @property

@@ -31,11 +31,15 @@ class WeightChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFacts:
-    """What the weights of a loaded model take in memory. `formats`: "float32" or GGUF names, sorted."""
+    """What the weights of a loaded model take in memory. `formats`: "float32" or GGUF names, sorted.
+
+    `adapter_bytes` come on top.
+    """
 
     formats: tuple[str, ...]
     num_bytes: int
     float32_bytes: int
+    adapter_bytes: int = 0
 
 
 class Float32Source:
@@ -82,12 +86,13 @@ def apply_choice(choice: WeightChoice, source: TensorSource, kernels: Kernels) -
     return source
 
 
-def describe_weights(source: TensorSource, kernels: Kernels) -> WeightFacts:
-    """Facts of the model that has been built from `source` on `kernels`, which hold no other."""
+def describe_weights(source: TensorSource, kernels: Kernels, *, adapter_bytes: int = 0) -> WeightFacts:
+    """Facts of the model that has been built from `source` on `kernels`, which hold nothing but it and its adapters."""
     matrices = [name for name, shape in source.shapes.items() if len(shape) > 1]
     return WeightFacts(
         formats=tuple(sorted({_kept_format(source, name, kernels) for name in matrices})),
-        num_bytes=kernels.num_packed_bytes,
+        num_bytes=kernels.num_packed_bytes - adapter_bytes,
+        adapter_bytes=adapter_bytes,
         float32_bytes=sum(_FLOAT32_BYTES * torch.Size(source.shapes[name]).numel() for name in matrices),
     )
 

@@ -41,22 +41,25 @@ class LayerChange:
 
 
 class AdapterSet:
-    """`running` is what the layers look at in every forward; `digests` by name."""
+    """`running` is what the layers look at in every forward; `digests` by name; `num_bytes` is what layers packed."""
 
     def __init__(self, adapters: Sequence[LoraAdapter] = ()) -> None:
         self._adapters = tuple(adapters)
         self._taken: set[str] = set()
         self.running = RunningGroups()
+        self.num_bytes = 0
         self.digests: Mapping[str, bytes] = {adapter.name: adapter.digest for adapter in adapters}
 
     def take(self, rows: Sequence[TensorRows], arrange: ArrangeRows, kernels: Kernels) -> Mapping[str, LayerChange]:
         """What a layer of these rows is changed by, by adapter; empty where none changes it."""
         self._taken.update(part.name for part in rows)
-        return {
+        changes = {
             adapter.name: _layer_change(adapter, rows, arrange, kernels)
             for adapter in self._adapters
             if any(part.name in adapter.changes for part in rows)
         }
+        self.num_bytes += sum(change.down.num_bytes + change.up.num_bytes for change in changes.values())
+        return changes
 
     def finish(self) -> None:
         """The model is built: what it has packed is let go. Raises AdapterError naming a matrix that an adapter changes

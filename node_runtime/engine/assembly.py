@@ -215,6 +215,7 @@ def _facts(config: ComputeNodeConfig, part: RankPart) -> ModelFacts:
         arena_bytes=executor.arena.num_bytes,
         num_lcm_blocks=executor.plan.num_lcm_blocks,
         capacity_tokens=executor.token_capacity,
+        adapter_bytes=executor.weights.adapter_bytes,
         weight_formats=executor.weights.formats,
         weight_bytes=executor.weights.num_bytes,
         float32_weight_bytes=executor.weights.float32_bytes,

@@ -44,6 +44,7 @@ class ModelFacts:
     is_batch_invariant: bool
     num_tensor_ranks: int = 1
     adapters: tuple[AdapterId, ...] = ()
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,8 @@ class ComputeCore:
             f"{self.scheduler.max_request_tokens} tokens per request",
         ]
         if facts.adapters:
-            lines.append(f"adapters: {', '.join(map(str, facts.adapters))}")
+            names = ", ".join(map(str, facts.adapters))
+            lines.append(f"adapters {names}: {format_size(facts.adapter_bytes)} in memory")
         if facts.num_tensor_ranks > 1:
             lines.append(f"{facts.num_tensor_ranks} tensor ranks; threads, weights and arena are those of one")
         if self.data_plane is not None:

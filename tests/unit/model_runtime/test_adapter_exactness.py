@@ -29,7 +29,7 @@ from model_runtime.layers.adapted_linear import AdaptedLinear
 from model_runtime.layers.linear import Linear
 from model_runtime.lora.peft_files import LoraAdapter, open_adapter
 from model_runtime.rank_group import RankGroup
-from model_runtime.registry import KernelBackend
+from model_runtime.registry import KernelBackend, torch_backend
 from model_runtime.sampler import SampledToken, SamplingParams
 from model_runtime.weight_choice import WeightChoice
 
@@ -206,6 +206,12 @@ def test_exact_llama_over_quantised_weights_has_the_bits_of_float32_ones(tmp_pat
     assert_exact(adapted, generate(executor(adapted, checkpoint=plain), adapted.prompts()))
 
 
+def test_exact_llama_on_the_kernels_for_other_devices(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = torch_backend(torch.device("cpu"))
+    monkeypatch.setattr("model_runtime.executor.find_backend", lambda *_: backend)
+    assert_exact(llama, generate(executor(llama), llama.prompts()))
+
+
 def test_exact_llama_though_requests_give_way_and_come_back(llama: Adapted) -> None:
     """Three requests in an arena that holds less than all of them once they have grown."""
     prompts = {f"{name} {index}": random_prompt(20, index, 131) for index, name in enumerate(("red", "blue", ""))}
@@ -260,6 +266,13 @@ def test_a_model_without_adapters_is_made_of_plain_layers_and_a_batch_without_an
         generate(executor(llama, adapters=adapters), {request_id: random_prompt(5, 5, 131)})
         return kernels.num_products
 
+    weights = executor(llama).weights
+    assert (weights.num_bytes, executor(llama, adapters=()).weights.adapter_bytes) == (
+        executor(llama, adapters=()).weights.num_bytes,
+        0,
+    )
+    assert weights.adapter_bytes > 0
+    made.clear()
     without = products_of((), " 1")
     assert set(made) == {Linear}
     assert products_of(llama.adapters, " 1") == without
