@@ -23,9 +23,8 @@ from node_runtime.rpc import RpcContext, status_of
 MAX_ATTEMPTS: Final = 3
 # How many more handoffs than the least busy one a prefill node may have before prompts leave the node that knows them.
 _MAX_EXTRA_HANDOFFS: Final = 2
-_RETRIED: Final = frozenset(
-    ("UNAVAILABLE", "UNKNOWN", "DATA_LOSS", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")
-)
+_REFUSED: Final = "RESOURCE_EXHAUSTED"
+_RETRIED: Final = frozenset(("UNAVAILABLE", "UNKNOWN", "DATA_LOSS", "CANCELLED", "FAILED_PRECONDITION", _REFUSED))
 
 
 class WholeEngine:
@@ -67,7 +66,7 @@ class WholeEngine:
                 return
             except PrefillFailed as error:
                 failures[error.address] = error
-                if has_begun or len(failures) == MAX_ATTEMPTS or status_of(error).name not in _RETRIED:
+                if has_begun or status_of(error).name not in _RETRIED:
                     raise
 
     def _chosen_prefill(self, token_ids: Sequence[int], failures: dict[str, NodeError]) -> str:
@@ -75,10 +74,11 @@ class WholeEngine:
         if self._peers is None:
             return ""
         ready = [peer for peer in self._peers.ready if peer.address not in failures]
-        if ready:
+        if ready and len(failures) < MAX_ATTEMPTS:
             beginning = np.asarray(token_ids[: self._prefix_granularity], dtype=np.int64).tobytes()
             return chosen_peer(ready, beginning).address
-        if self._prefills_locally:
+        # Load that prefill nodes refuse is not moved here: it would slow the streams that this node generates.
+        if self._prefills_locally and all(status_of(error).name != _REFUSED for error in failures.values()):
             return ""
         for error in reversed(failures.values()):
             raise error

@@ -22,8 +22,10 @@ class EngineAnswer:
 class EngineClient:
     """Calls one node as a gateway does."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.channel = (
+            grpc.aio.insecure_channel(address) if credentials is None else grpc.aio.secure_channel(address, credentials)
+        )
         self.stub = tokenspeed_scheduler_pb2_grpc.TokenSpeedSchedulerStub(self.channel)
         self._num_requests = 0
 

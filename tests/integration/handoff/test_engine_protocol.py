@@ -8,16 +8,20 @@ import io
 import zipfile
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
 from pdmesh.v1 import inference_pb2
+from support.certificates import MeshAuthority
+from support.fake_compute import Gate
 from support.fake_mesh import FakeMesh, FakeNode, until
 from support.model_core import model_core
 from support.tiny_checkpoint import CONTEXT_TOKENS, END_TOKEN, VOCAB_SIZE, write_tiny_checkpoint
 from tokenizers import Tokenizer
 
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
+from node_runtime.engine.messages import Invoke
 
 pytest.importorskip("smg_grpc_proto", reason="the extra smg is not installed")
 
@@ -364,6 +368,45 @@ async def test_a_decode_node_has_prompts_computed_by_a_prefill_node_of_its_own_c
     await client.close()
 
 
+async def test_a_prompt_whose_prefill_node_is_gone_is_computed_here_where_that_is_allowed(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill, config={**SMG, "local_prefill": "fallback"})
+    await until(lambda: bool(decode.node._receiving.peers.ready), "the prefill node is a peer")
+    client = EngineClient(decode.address)
+    asked = {"max_new_tokens": 6, "ignore_eos": True}
+    handed = await client.generate(PROMPT, asked)
+    assert (await mesh.status(decode)).num_local_prefills == 0
+    await mesh.kill(prefill)
+    assert decode.core.scheduler.clear_cache()
+    local = await client.generate(PROMPT, asked)
+    assert handed.complete is not None
+    assert local.complete is not None
+    assert local.complete.output_ids == handed.complete.output_ids
+    assert (await mesh.status(decode)).num_local_prefills == 1
+    await decode.assert_all_blocks_return()
+    await client.close()
+
+
+async def test_what_prefill_nodes_refuse_for_load_is_refused_and_not_computed_here(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill(config={"max_waiting_requests": 1})
+    decode = await mesh.decode(prefill, config={**SMG, "local_prefill": "fallback"})
+    await until(lambda: bool(decode.node._receiving.peers.ready), "the prefill node is a peer")
+    client = EngineClient(decode.address)
+    prefill.node.engine.post(Invoke(action=(gate := Gate()).wait))
+    calls = [client.generate([*PROMPT, number], {"max_new_tokens": 1}) for number in range(6)]
+    running = [asyncio.ensure_future(call) for call in calls]
+    done, _ = await asyncio.wait(running, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    gate.open()
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
+    assert done
+    assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert 0 < len(errors) < len(calls)
+    assert (await mesh.status(decode)).num_local_prefills == 0
+    await decode.assert_all_blocks_return()
+    await client.close()
+
+
 @pytest.mark.parametrize("local_prefill", ["never", "fallback"])
 async def test_a_decode_node_without_prefill_nodes_does_what_its_policy_says(
     mesh: FakeMesh, local_prefill: str
@@ -381,6 +424,24 @@ async def test_a_decode_node_without_prefill_nodes_does_what_its_policy_says(
         assert list(answer.complete.output_ids) == own.token_ids
     await decode.assert_all_blocks_return()
     await client.close()
+
+
+async def test_with_certificates_it_is_for_those_of_gateways(mesh: FakeMesh, tmp_path: Path) -> None:
+    authority = MeshAuthority(tmp_path)
+    fused = await mesh.fused(config={**SMG, **authority.settings("fused")})
+    for role, is_welcome in (("gateway", True), ("router", False)):
+        certificate, key = authority.issue(role)
+        credentials = grpc.ssl_channel_credentials(
+            authority.path.read_bytes(), key.read_bytes(), certificate.read_bytes()
+        )
+        client = EngineClient(fused.address, credentials)
+        if is_welcome:
+            assert (await client.generate(PROMPT, {"max_new_tokens": 1})).complete is not None
+        else:
+            code, message = await client.refusal(PROMPT)
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            assert "is for gateway" in message
+        await client.close()
 
 
 async def test_without_the_option_the_protocol_is_not_served(mesh: FakeMesh) -> None:
