@@ -98,7 +98,7 @@ class NodeDescription:
     ) -> tokenspeed_scheduler_pb2.GetLoadsResponse:
         """Gateways ask all engines for the sections that any of them has; those that we lack are left out."""
         is_asked_for = not request.HasField("dp_rank") or request.dp_rank == 0
-        loads = [self._load(request.include)] if is_asked_for else []
+        loads = [self.load(request.include)] if is_asked_for else []
         return tokenspeed_scheduler_pb2.GetLoadsResponse(
             timestamp=datetime.fromtimestamp(now_unix_s, UTC).isoformat(),
             version=self.version,
@@ -120,8 +120,8 @@ class NodeDescription:
             }
         )
 
-    def _load(self, include: Sequence[str]) -> tokenspeed_scheduler_pb2.SchedulerLoad:
-        """Blocks are counted as the share of the tokens that the arena has room for."""
+    def load(self, include: Sequence[str] = ()) -> tokenspeed_scheduler_pb2.SchedulerLoad:
+        """How busy the node is now. Blocks are counted as the share of the tokens that the arena has room for."""
         snapshot, facts = self._snapshot(), self._facts
         total = max(1, snapshot.total_lcm_blocks)
         num_used = snapshot.total_lcm_blocks - snapshot.empty_lcm_blocks

@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import common_pb2, tokenspeed_scheduler_pb2
 from decode_node.engine_protocol.descriptions import NodeDescription
 from decode_node.engine_protocol.kv_feed import KvFeed
 from decode_node.engine_protocol.kv_messages import batch_to_proto, repeat_of
+from decode_node.engine_protocol.load_records import LoadRecords
 from decode_node.engine_protocol.requests import RequestLimits, request_from_proto
 from decode_node.engine_protocol.running_request import RunningRequest
 from decode_node.engine_protocol.served_model import ServedModel
@@ -141,13 +142,13 @@ class EngineProtocolService:
         self, request: common_pb2.SubscribeKvEventsRequest, context: RpcContext
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Something at once, so that the subscriber knows that it is heard; then what is new."""
-        sequence = request.start_sequence_number
-        if sequence == self._kv_feed.sequence:
-            yield repeat_of(sequence, self._unix_s())
+        sequence, records, load = request.start_sequence_number, LoadRecords(), self._description.load
         while context.time_remaining_s() > _FAREWELL_S:
             for batch in self._kv_feed.batches_since(sequence):
                 sequence = batch.sequence
-                yield batch_to_proto(batch)
+                yield records.stamp(batch_to_proto(batch), load(), self._clock.now_s())
+            if records.is_due(load(), self._clock.now_s()):
+                yield records.stamp(repeat_of(sequence, self._unix_s()), load(), self._clock.now_s())
             await asyncio.sleep(_POLL_S)
 
     def _count_hits(self, complete: tokenspeed_scheduler_pb2.GenerateComplete) -> None:

@@ -65,7 +65,7 @@ class WholeEngine:
                         yield response
                 return
             except PrefillFailed as error:
-                failures[error.address] = error
+                failures[message.prefill_address] = error
                 if has_begun or status_of(error).name not in _RETRIED:
                     raise
 

@@ -140,7 +140,7 @@ async def test_forms_are_kept_and_end_tokens_shown_on_request_only(client: Engin
 async def test_a_stop_string_ends_the_generation_with_the_token_that_completes_it(
     fused: FakeNode, client: EngineClient
 ) -> None:
-    asked = {"regex": "[a-z]{400}", "temperature": 1.0, "sampling_seed": 5, "max_new_tokens": 300}
+    asked = {"regex": "[a-z]{90}", "temperature": 1.0, "sampling_seed": 5, "max_new_tokens": 60}
     whole = await client.generate(PROMPT, asked)
     assert whole.complete is not None
     text = bytes(whole.complete.output_ids).decode()
@@ -293,9 +293,11 @@ async def test_subscribers_hear_which_prompts_are_cached_and_go_on_where_they_st
     assert (state.snapshot.count, state.snapshot.blocks) == (1, 0)
     assert [event.WhichOneof("data") for event in state.events] == ["cleared"]
     await client.generate(PROMPT, {"max_new_tokens": 1})
-    heard = [await call.read()]
+    heard: list[common_pb2.KvEventBatch] = []
     while len(stored_tokens(heard)) < len(grains):
-        heard.append(await call.read())
+        batch = await call.read()
+        if not batch.load.load_only:
+            heard.append(batch)
     assert stored_tokens(heard) == grains
     assert [batch.sequence_number for batch in heard] == [
         state.sequence_number + 1 + number for number in range(len(heard))
@@ -304,7 +306,8 @@ async def test_subscribers_hear_which_prompts_are_cached_and_go_on_where_they_st
     assert {block.block_size for block in blocks} == {GRANULARITY}
     call.cancel()
     # One that was away hears what it missed, and one that is new the whole state.
-    assert await client.events(state.sequence_number).read() == heard[0]
+    missed = await client.events(state.sequence_number).read()
+    assert (missed.sequence_number, missed.events) == (heard[0].sequence_number, heard[0].events)
     whole = await client.events().read()
     assert (whole.snapshot.blocks, stored_tokens([whole])) == (len(grains), grains)
     assert whole.sequence_number == heard[-1].sequence_number
@@ -316,12 +319,36 @@ async def test_subscribers_hear_which_prompts_are_cached_and_go_on_where_they_st
     assert gone.events[0].HasField("cleared")
 
 
+async def test_subscribers_hear_the_load_as_it_changes_and_while_nothing_happens(
+    fused: FakeNode, client: EngineClient
+) -> None:
+    subscription = client.events()
+    idle = await subscription.read()
+    assert (idle.load.running_requests, idle.load.max_total_num_tokens) == (0, fused.core.facts.capacity_tokens)
+    call = client.call(PROMPT, {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True}, stream=True)
+    await call.read()
+    fused.node.engine.post(Invoke(action=(gate := Gate()).wait))
+    heard = [idle, await subscription.read()]
+    while heard[-1].load.running_requests != 1:
+        heard.append(await subscription.read())
+    gate.open()
+    call.cancel()
+    while heard[-1].load.running_requests != 0:
+        heard.append(await subscription.read())
+    heard.append(await subscription.read())
+    assert heard[-1].load.load_only
+    assert (heard[-1].sequence_number, len(heard[-1].events)) == (heard[-2].sequence_number, 0)
+    assert [batch.load.sample for batch in heard] == list(range(1, len(heard) + 1))
+    await fused.assert_all_blocks_return()
+
+
 async def test_a_stream_of_events_ends_by_itself_before_its_deadline_would_fail_it(mesh: FakeMesh) -> None:
     fused = await mesh.fused(config={**SMG, "default_deadline_s": 1.2})
     client = EngineClient(fused.address)
     call = client.events()
     last = await call.read()
-    assert await call.read() is grpc.aio.EOF
+    while (batch := await call.read()) is not grpc.aio.EOF:
+        assert batch.load.load_only
     assert await call.code() is grpc.StatusCode.OK
     assert (await client.events(last.sequence_number).read()).sequence_number == last.sequence_number
     await client.close()
