@@ -1,4 +1,4 @@
-"""Real node processes for tests: started as a user would start them, dialled over gRPC, killed by pid."""
+"""Real node processes for tests: each runs the command of a user, is dialled over gRPC and killed by pid."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
+
+from pdmesh_cli.parent_death import PARENT_PID_VARIABLE
+from support.preloaded import PreloadedProcess, origin
 
 START_TIMEOUT_S = 90.0
 
@@ -36,19 +39,25 @@ class NodeProcess:
         self.log_path = folder / f"{self.name}.log"
         ready_path = folder / f"{self.name}.ready"
         ready_path.unlink(missing_ok=True)
-        # The child asks the kernel to die with this process; a hook run at the fork is not safe beside gRPC's threads.
-        own = {"PDMESH_READY_FILE": str(ready_path), "PDMESH_PARENT_PID": str(os.getpid())}
         self.log = self.log_path.open("ab")
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "pdmesh_cli.main", role, *arguments],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **own},
-        )
+        self.process = self._start({**os.environ, "PDMESH_READY_FILE": str(ready_path)})
         self.announced = self._wait_until_ready(ready_path)
         self.address = self.announced["address"]
         self.channel = grpc.insecure_channel(self.address)
         self.node = mesh_pb2_grpc.NodeStub(self.channel)
+
+    def _start(self, environment: Mapping[str, str]) -> PreloadedProcess | subprocess.Popen[bytes]:
+        # The child asks the kernel to die with its parent; a hook run at the fork is not safe beside gRPC's threads.
+        arguments = (self._role, *self._arguments)
+        if not self._prefix:
+            known = {**environment, PARENT_PID_VARIABLE: str(origin().pid)}
+            return origin().start(arguments, environment=known, stdout=self.log, stderr=self.log)
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, "-m", "pdmesh_cli.main", *arguments],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**environment, PARENT_PID_VARIABLE: str(os.getpid())},
+        )
 
     def _wait_until_ready(self, ready_path: Path) -> dict[str, str]:
         """What the node says about itself."""

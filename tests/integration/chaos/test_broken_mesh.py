@@ -6,9 +6,8 @@ One file, so that the processes are started once, whoever shares the tests out.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from integration.chaos.field import APART, COMPUTE_NODES, PROMPTS, PROXIED, ROUTER, Field, Load
+from support.preloaded import origin
 from support.processes import wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -206,13 +206,8 @@ def test_a_rolling_restart_of_all_compute_nodes_under_load_fails_no_stream(field
             load.wait_for_tokens(500)
             signalled, told = (field.nodes[name] for name in names)
             signalled.process.terminate()
-            drain = subprocess.run(
-                [sys.executable, "-m", "pdmesh_cli.main", "drain", told.address],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=60,
-            )
+            drain = origin().run(("drain", told.address), environment=os.environ, timeout_s=60.0)
+            assert drain.returncode == 0, drain.stderr
             assert f"{names[1]} at {told.address} drains" in drain.stdout
             for node in (signalled, told):
                 assert node.process.wait(timeout=60) == 0, node.log_text()

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.certificates import DOMAIN, MeshAuthority
 from support.mesh import COMPUTE, Mesh
+from support.preloaded import origin
 from support.processes import NodeProcess, wait_until
 
 TOKEN = "a-token-that-only-the-team-knows"
@@ -36,14 +36,7 @@ class Secured:
         if role is not None:
             certificate, key = self.authority.issue(role)
             tls |= {"PDMESH_TLS_CERT": str(certificate), "PDMESH_TLS_KEY": str(key), "PDMESH_TLS_SERVER_NAME": DOMAIN}
-        return subprocess.run(
-            [sys.executable, "-m", "pdmesh_cli.main", *arguments],
-            env={**os.environ, **tls, "PDMESH_TOKEN": token},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return origin().run(arguments, environment={**os.environ, **tls, "PDMESH_TOKEN": token}, timeout_s=120.0)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 from support.mesh import COMPUTE, Mesh
+from support.preloaded import origin
 
 
 def start_fails(*arguments: str, python_path: Path | None = None) -> str:
     """Runs `pdmesh` with arguments that must fail; returns what it printed. `python_path` comes before all modules."""
-    environment = os.environ if python_path is None else {**os.environ, "PYTHONPATH": str(python_path)}
-    command = [sys.executable, "-m", "pdmesh_cli.main", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    if python_path is None:
+        result = origin().run(arguments, environment=os.environ, timeout_s=90.0)
+    else:
+        command = [sys.executable, "-m", "pdmesh_cli.main", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(python_path)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     output = result.stdout + result.stderr
     assert result.returncode in (1, 2), output
     assert "Traceback" not in output, output
