@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.gguf_reading import read_once
+
 # A tie nearer than this may flip between two correct float32 implementations.
 TIE = 1e-3
 
@@ -25,8 +27,9 @@ class Step:
 class Reference:
     def __init__(self, gguf_path: Path) -> None:
         source = {"gguf_file": gguf_path.name}
-        self.tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, **source)
-        self.model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, dtype=torch.float32, **source).eval()
+        with read_once():
+            self.tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, **source)
+            self.model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, dtype=torch.float32, **source).eval()
 
     @torch.inference_mode()
     def choices_along(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Step]:

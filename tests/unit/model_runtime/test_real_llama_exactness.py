@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import prompts
+from support.gguf_reading import read_once
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from unit.model_runtime.model_bench import ModelBench
 from unit.model_runtime.paged_batches import Row
@@ -42,7 +43,9 @@ def reference(gguf_path: Path) -> Iterator[LlamaForCausalLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         source = {"gguf_file": gguf_path.name, "dtype": torch.float32}
-        yield AutoModelForCausalLM.from_pretrained(gguf_path.parent, **source).eval()
+        with read_once():
+            model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, **source)
+        yield model.eval()
     torch.set_num_threads(num_threads)
 
 

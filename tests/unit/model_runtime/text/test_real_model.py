@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gguf_reading import read_once
+from transformers import AutoTokenizer
 
 from model_runtime.text.chat_template import ChatMessage
 from model_runtime.text.detokenizer import IncrementalDetokenizer
@@ -51,8 +53,8 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.mark.timeout(120)
 def test_ids_text_and_chat_equal_those_of_transformers(tokenizer: Tokenizer, smollm2_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
+    with read_once():
+        reference = AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
     for text in _TEXTS:
         token_ids = tokenizer.encode(text, add_special=True)
         assert token_ids == reference.encode(text), text
