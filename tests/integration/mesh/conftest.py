@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.mesh import Mesh, start_disaggregated, start_fused
+from support.span_sink import SpanSink, listening_sink
 
 from pdmesh_cli.model_fetch import resolve_model
 
@@ -27,9 +28,16 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mesh(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """Router, prefill and decode, three processes, the cache moving over Mooncake."""
-    mesh = start_disaggregated(model_path, tmp_path_factory.mktemp("mesh"))
+def sink() -> Iterator[SpanSink]:
+    """What the processes of `mesh` tell of their requests."""
+    with listening_sink() as sink:
+        yield sink
+
+
+@pytest.fixture(scope="session")
+def mesh(model_path: Path, tmp_path_factory: pytest.TempPathFactory, sink: SpanSink) -> Iterator[Mesh]:
+    """Router, prefill and decode: three processes."""
+    mesh = start_disaggregated(model_path, tmp_path_factory.mktemp("mesh"), extra=("--otlp-endpoint", sink.address))
     yield mesh
     mesh.stop()
 

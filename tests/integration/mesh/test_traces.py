@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent import futures
-from pathlib import Path
-
 import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 from support import prompts
-from support.mesh import Mesh, start_disaggregated
-from support.processes import stopping, wait_until
+from support.mesh import Mesh
+from support.processes import wait_until
+from support.span_sink import SpanSink
 
-
-class Sink(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it receives, with the name of the service that sent it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spans: list[tuple[str, trace_pb2.Span]] = []
-
-    def Export(self, request, context):
-        with self._lock:
-            for resource in request.resource_spans:
-                names = {item.key: item.value.string_value for item in resource.resource.attributes}
-                for scope in resource.scope_spans:
-                    self._spans += [(names["service.name"], span) for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def trace(self, trace_id: str) -> dict[str, tuple[str, trace_pb2.Span]]:
-        with self._lock:
-            return {span.name: (service, span) for service, span in self._spans if span.trace_id.hex() == trace_id}
-
-
-@pytest.fixture(scope="module")
-def traced(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Sink]]:
-    sink, server = Sink(), grpc.server(futures.ThreadPoolExecutor(4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(sink, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    folder = tmp_path_factory.mktemp("traced")
-    mesh = start_disaggregated(model_path, folder, extra=("--otlp-endpoint", f"127.0.0.1:{port}"))
-    with stopping(mesh.router, *mesh.nodes.values()):
-        yield mesh, sink
-    server.stop(None)
-
-
+# With a salt of its own in every test, so that none finds it in a cache.
+PROMPT = prompts.TEXTS["several chunks"]
 # child: (parent, the service it runs in)
 TREE = {
     "pdmesh.tokenize": ("text_completion", "router"),
@@ -64,9 +27,8 @@ TREE = {
 }
 
 
-def test_one_request_is_one_tree_over_three_processes(traced: tuple[Mesh, Sink]) -> None:
-    mesh, sink = traced
-    answer = mesh.client.generate(text=prompts.TEXTS["several chunks"], max_tokens=8, ignore_eos=True)
+def test_one_request_is_one_tree_over_three_processes(mesh: Mesh, sink: SpanSink) -> None:
+    answer = mesh.client.generate(text=PROMPT, cache_salt=b"tree", max_tokens=8, ignore_eos=True)
     assert answer.placement is not None
     trace_id = answer.placement.trace_id
     assert len(trace_id) == 32
@@ -81,9 +43,8 @@ def test_one_request_is_one_tree_over_three_processes(traced: tuple[Mesh, Sink])
         assert service in spans[child][0], spans[child][0]
 
 
-def test_the_phases_follow_one_another_and_lie_inside_the_request(traced: tuple[Mesh, Sink]) -> None:
-    mesh, sink = traced
-    answer = mesh.client.generate(text=prompts.TEXTS["several chunks"] + "x", max_tokens=8, ignore_eos=True)
+def test_the_phases_follow_one_another_and_lie_inside_the_request(mesh: Mesh, sink: SpanSink) -> None:
+    answer = mesh.client.generate(text=PROMPT, cache_salt=b"phases", max_tokens=8, ignore_eos=True)
     trace_id = answer.placement.trace_id
     wait_until(lambda: len(sink.trace(trace_id)) >= len(TREE) + 1, 15.0, "all spans arrived")
     spans = {name: span for name, (_, span) in sink.trace(trace_id).items()}
@@ -104,11 +65,10 @@ def test_the_phases_follow_one_another_and_lie_inside_the_request(traced: tuple[
     assert usage["gen_ai.usage.output_tokens"] == 8
 
 
-def test_a_request_that_ends_by_a_stop_string_is_a_trace_without_errors(traced: tuple[Mesh, Sink]) -> None:
-    mesh, sink = traced
-    text = prompts.TEXTS["several chunks"] + "y"
-    plain = mesh.client.generate(text=text, max_tokens=8, ignore_eos=True).text
-    answer = mesh.client.generate(text=text, max_tokens=400, ignore_eos=True, stop=[plain[2:6]])
+def test_a_request_that_ends_by_a_stop_string_is_a_trace_without_errors(mesh: Mesh, sink: SpanSink) -> None:
+    fields = {"text": PROMPT, "cache_salt": b"stop", "ignore_eos": True}
+    plain = mesh.client.generate(max_tokens=8, **fields).text
+    answer = mesh.client.generate(max_tokens=400, stop=[plain[2:6]], **fields)
     assert answer.finish.matched_stop == plain[2:6]
     trace_id = answer.placement.trace_id
     wait_until(lambda: len(sink.trace(trace_id)) >= len(TREE) + 1, 15.0, "all spans arrived")
@@ -118,8 +78,7 @@ def test_a_request_that_ends_by_a_stop_string_is_a_trace_without_errors(traced: 
     assert marks["pdmesh.cancelled"], "the router ended it"
 
 
-def test_a_failed_request_is_a_trace_with_an_error(traced: tuple[Mesh, Sink]) -> None:
-    mesh, sink = traced
+def test_a_failed_request_is_a_trace_with_an_error(mesh: Mesh, sink: SpanSink) -> None:
     stream = mesh.client.start(2.0, text="Once upon a time", max_tokens=4000, ignore_eos=True)
     trace_id = next(stream).placement.trace_id
     with pytest.raises(grpc.RpcError):
