@@ -2,10 +2,11 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
+TIMED := tools/timed.sh
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,8 +22,9 @@ build: setup ## rebuild native code and protos if they changed
 demo: runtime ## prefill on one node, decode on another, watch it
 	@$(BIN)/pdmesh demo $(if $(MODEL),--model $(MODEL))
 
-test: setup ## run all tests, those in C++ under ASan and UBSan
-	@$(MAKE) --no-print-directory -j2 test-python beside-test-cpp
+test: ## run all tests, those in C++ under ASan and UBSan
+	@tools/setup.sh system
+	@$(MAKE) --no-print-directory -j3 ready-test-python beside-test-cpp
 
 # What waits for no clock runs beside the Python tests, which wait a lot and have deadlines to keep: with the least
 # priority, it takes what those leave of the processors. Its output is shown in one piece.
@@ -30,26 +32,37 @@ beside-%:
 	@mkdir -p build
 	@nice -n 19 $(MAKE) --no-print-directory $* >build/$*.log 2>&1; status=$$?; cat build/$*.log; exit $$status
 
+# What needs the environment begins when it is there; the C++ tests need none, and so fill what it leaves of the
+# processors while it waits for packages.
+ready-%: timed-setup
+	@$(MAKE) --no-print-directory $*
+
+timed-setup:
+	@$(TIMED) setup tools/setup.sh dev
+
+CPP_TEST_BUILD = cmake -S . -DPDMESH_BUILD_MODULES=OFF -DPDMESH_BUILD_TESTS=ON
+
 test-cpp: test-tsan
 	@mkdir -p build
-	@cmake -S . -B build/cpp-tests -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/cpp-tests.log 2>&1 \
-	  || { cat build/cpp-tests.log; exit 1; }
-	@cmake --build build/cpp-tests --target cpp_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 || { tail -50 build/cpp-tests.log; exit 1; }
-	@ctest --test-dir build/cpp-tests -j "$$(nproc)" --output-on-failure --no-tests=error --progress
+	@$(CPP_TEST_BUILD) -B build/cpp-tests -DPDMESH_SANITIZE=ON >build/cpp-tests.log 2>&1 || { cat build/cpp-tests.log; exit 1; }
+	@$(TIMED) 'ASan build' cmake --build build/cpp-tests --target cpp_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 \
+	  || { tail -50 build/cpp-tests.log; exit 1; }
+	@$(TIMED) 'ASan tests' ctest --test-dir build/cpp-tests -j "$$(nproc)" --output-on-failure --no-tests=error --progress
 
 # Where the kernel spreads addresses wider than the thread sanitizer can map, it runs without randomisation.
 test-tsan: # the C++ tests in which memory passes between threads, under the thread sanitizer
 	@mkdir -p build
-	@cmake -S . -B build/tsan -DPDMESH_BUILD_TESTS=ON -DPDMESH_SANITIZE=thread -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >build/tsan.log 2>&1 \
-	  || { cat build/tsan.log; exit 1; }
-	@cmake --build build/tsan --target thread_tests -j "$$(nproc)" >>build/tsan.log 2>&1 || { tail -50 build/tsan.log; exit 1; }
-	@$$(setarch -R true 2>/dev/null && echo setarch -R) \
+	@$(CPP_TEST_BUILD) -B build/tsan -DPDMESH_SANITIZE=thread >build/tsan.log 2>&1 || { cat build/tsan.log; exit 1; }
+	@$(TIMED) 'TSan build' cmake --build build/tsan --target thread_tests -j "$$(nproc)" >>build/tsan.log 2>&1 \
+	  || { tail -50 build/tsan.log; exit 1; }
+	@$(TIMED) 'TSan tests' $$(setarch -R true 2>/dev/null && echo setarch -R) \
 	  ctest --test-dir build/tsan -L threads --output-on-failure --no-tests=error --progress
 
-# More workers than CPUs, or more threads than one in each of them, would make meshes late for their deadlines. Files
-# with few tests may take the longest, so they are not left to the end; see tests/conftest.py for what stays together.
+# More workers than CPUs, or more threads than one in each of them, would make meshes late for their deadlines. What
+# order the files run in, and what stays together: tests/support/sharing.py.
 test-python:
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses "$$(nproc)" --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(TIMED) 'Python tests' $(BIN)/python -m pytest --numprocesses "$$(nproc)" --dist loadfile \
+	  --no-loadscope-reorder --costs 20
 
 FUZZ_INPUTS ?= 3000000
 nightly: setup ## hours of looking for trouble: fuzzed conversations, long random histories
@@ -62,15 +75,18 @@ soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)
 	@$(BIN)/pdmesh sim --minutes $(SOAK_MINUTES) --jobs "$$(nproc)"
 
 lint:
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
-	@$(BIN)/buf lint protos
+	@$(TIMED) ruff $(BIN)/ruff check .
+	@$(TIMED) 'ruff format' $(BIN)/ruff format --check .
+	@$(TIMED) mypy $(BIN)/mypy
+	@$(TIMED) 'import contracts' $(BIN)/lint-imports --no-logo
+	@$(TIMED) clang-format $(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+	@$(TIMED) buf $(BIN)/buf lint protos
 
-check: setup ## what CI runs: linters, types, all tests
-	@$(MAKE) --no-print-directory -j3 test-python beside-lint beside-test-cpp
+check: ## what CI runs: linters, types, all tests; at its end, what each part took
+	@mkdir -p build && rm -f build/times
+	@started=$$SECONDS; tools/setup.sh system \
+	  && $(MAKE) --no-print-directory -j4 ready-test-python ready-beside-lint beside-test-cpp; status=$$?; \
+	  tools/timed.sh --table "$$((SECONDS - started))"; exit $$status
 
 format: setup ## rewrite sources in the project's format
 	@$(BIN)/ruff check --fix-only .

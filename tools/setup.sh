@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Creates .venv and installs pdmesh into it. Usage: tools/setup.sh runtime|dev
+# Creates .venv and installs pdmesh into it. Usage: tools/setup.sh runtime|dev|system
 #
 # runtime: what the nodes, the command line and the demo need.   dev: that, and what `make check` needs.
+# system: of the latter only the Debian packages.
 # Re-running is cheap: dependencies are installed again only when pyproject.toml changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,8 +10,8 @@ cd "$(dirname "$0")/.."
 profile=${1:-dev}
 case "$profile" in
   runtime) extras=cpu,compute ;;
-  dev) extras=cpu,compute,dev ;;
-  *) echo "setup: unknown profile '$profile' (runtime or dev)" >&2; exit 2 ;;
+  dev | system) extras=cpu,compute,dev ;;
+  *) echo "setup: unknown profile '$profile' (runtime, dev or system)" >&2; exit 2 ;;
 esac
 
 venv=.venv
@@ -69,7 +70,7 @@ missing_packages() {
   grep -q 'libibverbs\.so\.1' <<<"$libraries" || echo libibverbs1
   grep -q 'libnuma\.so\.1' <<<"$libraries" || echo libnuma1
   grep -q 'libcurl\.so\.4' <<<"$libraries" || echo libcurl4
-  if [ "$profile" = dev ]; then
+  if [ "$profile" != runtime ]; then
     [ -e /usr/include/gtest/gtest.h ] || echo libgtest-dev
   fi
 }
@@ -86,6 +87,7 @@ if [ -n "$packages" ]; then
   logged env DEBIAN_FRONTEND=noninteractive $install -q
   log=$venv/setup.log
 fi
+if [ "$profile" = system ]; then exit; fi
 
 python=${PYTHON:-python3.11}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
