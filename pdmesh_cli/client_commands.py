@@ -75,9 +75,18 @@ def bench(
     from pdmesh_cli.identity import Identity, identity_of
     from pdmesh_cli.load import Load, Outcomes, describe_failures, describe_rates, figures, load_table, run_load
 
+    err = Console(stderr=True, highlight=False)
+
     async def send(load: Load, identity: Identity) -> Outcomes:
         async with AsyncPdmeshClient(router, identity=identity) as client:
-            return await run_load(client, load)
+            # Where nobody watches it shows nothing.
+            with err.status(f"0 of {load.num_requests} requests have ended") as status:
+
+                def show(outcomes: Outcomes) -> None:
+                    failed = f", {outcomes.failures.total()} failed" if outcomes.failures else ""
+                    status.update(f"{outcomes.num_ended} of {load.num_requests} requests have ended{failed}")
+
+                return await run_load(client, load, progress=show)
 
     with reported_failures():
         identity = identity_of(

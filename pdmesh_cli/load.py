@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -79,8 +79,20 @@ class Outcomes:
         self.cached_tokens += num_cached_tokens(usage.cached)
         self.num_moves += finish.num_replacements
 
+    @property
+    def num_ended(self) -> int:
+        return len(self.durations_s) + self.failures.total()
 
-async def run_load(client: AsyncPdmeshClient, load: Load) -> Outcomes:
+
+Progress = Callable[[Outcomes], None]
+"""Told after each request what has come of all by now."""
+
+
+def ignore_progress(outcomes: Outcomes) -> None:
+    """The Progress of a caller that shows none."""
+
+
+async def run_load(client: AsyncPdmeshClient, load: Load, *, progress: Progress = ignore_progress) -> Outcomes:
     """Sends everything, `concurrency` requests at a time. Raises PdmeshError when the mesh cannot be asked at all."""
     models = await client.list_models()
     if not models:
@@ -88,12 +100,14 @@ async def run_load(client: AsyncPdmeshClient, load: Load) -> Outcomes:
     outcomes = Outcomes()
     waiting = iter(load.prompts(models[0].vocab_size))
     began_s = time.perf_counter()
-    await asyncio.gather(*(_send(client, load, waiting, outcomes) for _ in range(load.concurrency)))
+    await asyncio.gather(*(_send(client, load, waiting, outcomes, progress) for _ in range(load.concurrency)))
     outcomes.elapsed_s = time.perf_counter() - began_s
     return outcomes
 
 
-async def _send(client: AsyncPdmeshClient, load: Load, waiting: Iterator[list[int]], outcomes: Outcomes) -> None:
+async def _send(
+    client: AsyncPdmeshClient, load: Load, waiting: Iterator[list[int]], outcomes: Outcomes, progress: Progress
+) -> None:
     """One request after another, until none is left."""
     options = GenerateOptions(adapter=load.adapter, max_tokens=load.max_tokens, ignore_eos=True)
     for prompt in waiting:
@@ -108,6 +122,7 @@ async def _send(client: AsyncPdmeshClient, load: Load, waiting: Iterator[list[in
                         outcomes.take(event, first_token_s=(first_s or ended_s) - began_s, duration_s=ended_s - began_s)
         except PdmeshError as error:
             outcomes.failures[error.code] += 1
+        progress(outcomes)
 
 
 def figures(outcomes: Outcomes) -> Mapping[str, float]:

@@ -22,7 +22,7 @@ from pdmesh_cli.client_types import (
     Token,
     Usage,
 )
-from pdmesh_cli.load import Load, describe_failures, describe_rates, figures, run_load
+from pdmesh_cli.load import Load, Outcomes, describe_failures, describe_rates, figures, run_load
 
 NO_TIMINGS = Timings(
     prefill_queue_ms=0.0,
@@ -100,7 +100,14 @@ async def test_every_prompt_is_sent_once_and_no_more_at_a_time_than_asked() -> N
 
 
 async def test_a_failure_is_counted_and_the_rest_goes_on() -> None:
-    outcomes = await run_load(AnsweringClient(fails_at=2), load())  # type: ignore[arg-type]
+    told: list[tuple[int, int]] = []
+
+    def show(outcomes: Outcomes) -> None:
+        told.append((outcomes.num_ended, outcomes.failures.total()))
+
+    outcomes = await run_load(AnsweringClient(fails_at=2), load(), progress=show)  # type: ignore[arg-type]
+    assert [num_ended for num_ended, _ in told] == [1, 2, 3, 4, 5, 6]
+    assert told[-1] == (6, 1)
     assert figures(outcomes)["requests"] == 5
     assert describe_failures(outcomes.failures) == ["1 ended in UNAVAILABLE"]
 
