@@ -27,9 +27,9 @@ _MIN_TAKEN_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """`head_s`: from the connection, or the first byte of a further request, to the end of its headers. `idle_s`:
-    between requests. `unread_s`: within which a client must read something that waits for it. `linger_s`: how long a
-    body may go on whose request is answered.
+    """`head_s`: from the connection, or the first byte of a further request, to the end of its headers; likewise for a
+    handshake of TLS. `idle_s`: between requests. `unread_s`: within which a client must read something that waits for
+    it. `linger_s`: how long a body may go on whose request is answered.
     """
 
     max_connections: int = 4096

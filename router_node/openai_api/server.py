@@ -17,10 +17,11 @@ from wsgiref.handlers import format_date_time
 import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from node_runtime.errors import BadConfig, PortInUse
 from node_runtime.rpc import format_address
-from router_node.openai_api.connections import ConnectionLimits, bounded_by
+from router_node.openai_api.connections import BoundedProtocol, ConnectionLimits, bounded_by
 from router_node.openai_api.failures import HttpFailure
 
 # Request line and headers together.
@@ -46,28 +47,28 @@ class HttpServer:
         """Port 0 takes a free one. `advertise_host`: where clients reach this machine, if not at `host`. With `tls` it
         speaks HTTPS.
         """
-        limits = limits or ConnectionLimits()
+        self._limits = limits or ConnectionLimits()
         self._tls = tls
         self._host = host
         self._port = port
         self._advertise_host = advertise_host
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                _Front(app),
-                http=bounded_by(limits),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                timeout_keep_alive=limits.idle_s,
-            )
+        self._state = ServerState()
+        self._protocol = bounded_by(self._limits)
+        self._config = uvicorn.Config(
+            _Front(app),
+            http=self._protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=self._limits.idle_s,
         )
-        self._socket: socket.socket | None = None
+        self._listener: asyncio.Server | None = None
 
     @property
     def advertised_address(self) -> str:
@@ -77,28 +78,30 @@ class HttpServer:
 
     async def start(self) -> None:
         """Raises PortInUse, or BadConfig when the host is not an address of this machine."""
-        self._socket = _bound_socket(self._host, self._port)
-        self._port = self._socket.getsockname()[1]
-        config = self._server.config
-        config.load()
-        config.ssl = self._tls
-        self._server.lifespan = config.lifespan_class(config)
-        await self._server.startup(sockets=[self._socket])
+        listening = _bound_socket(self._host, self._port)
+        self._port = listening.getsockname()[1]
+        self._config.load()
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._make_protocol,
+            sock=listening,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._limits.head_s,
+        )
+
+    def _make_protocol(self) -> BoundedProtocol:
+        return self._protocol(config=self._config, server_state=self._state, app_state={})
 
     async def stop(self) -> None:
         """Closes the listener and every connection. Idempotent, and copes with a start that failed."""
-        listener, self._socket = self._socket, None
+        listener, self._listener = self._listener, None
         if listener is None:
             return
-        # uvicorn's own shutdown does this in steps of a tenth of a second.
-        for server in self._server.servers:
-            server.close()
         listener.close()
-        state = self._server.server_state
-        for connection in tuple(state.connections):
+        for connection in tuple(self._state.connections):
             connection.shutdown()
-        if state.tasks:
-            _, late = await asyncio.wait(state.tasks, timeout=_FAREWELL_S)
+        if self._state.tasks:
+            _, late = await asyncio.wait(self._state.tasks, timeout=_FAREWELL_S)
             for task in late:
                 task.cancel()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -14,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from support.certificates import MeshAuthority
 from unit.router_node.fakes import FakeNode, StartRouter
 
 from node_runtime.errors import NodeError, RequestCancelled
@@ -182,6 +185,21 @@ async def test_a_client_that_says_nothing_is_let_go_without_a_word(start: Start)
     running = await start(head_s=0.2)
     async with connected(running) as (reader, _):
         assert await rest_of(reader) == b""
+
+
+async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    authority = MeshAuthority(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.issue("router"))
+    limits = ConnectionLimits(head_s=0.2)
+    server = HttpServer(Starlette(), host="127.0.0.1", port=0, tls=context, limits=limits)
+    await server.start()
+    async with connected(Running(Pages(BodyReader(BodyLimits(max_bytes=1, max_bytes_of_all=1))), server)) as (
+        reader,
+        _,
+    ):
+        assert await rest_of(reader) == b""
+    await server.stop()
 
 
 async def test_a_connection_that_is_idle_between_requests_is_closed(start: Start) -> None:
