@@ -112,6 +112,8 @@ class BoundedProtocol(H11Protocol):
 
     def _give_up_head(self) -> None:
         self._late_head = None
+        if self.transport.is_closing():
+            return
         begun, _ = self.conn.trailing_data
         if not begun:
             # Nobody asked, so nobody is answered.
