@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, traces_pb2_grpc
+from support.certificates import MeshAuthority
 from typer.testing import CliRunner, Result
 
 from node_runtime.config import NodeConfig
@@ -286,6 +287,18 @@ async def test_the_token_goes_with_the_question(tmp_path: Path) -> None:
     await server.stop(grace_s=0)
     assert refused.stderr == "pdmesh: UNAUTHENTICATED: a token is required\n"
     assert (result.exit_code, result.stdout) == (0, "no request has ended yet\n")
+
+
+async def test_over_tls_the_certificate_of_an_operator_is_shown(tmp_path: Path) -> None:
+    authority = MeshAuthority(tmp_path)
+    server = RpcServer(NodeConfig.model_validate({"node_id": "router", **authority.settings("router")}))
+    server.add(traces_pb2_grpc.add_TracesServicer_to_server, TraceService(TraceStore()))
+    address = f"127.0.0.1:{await server.start()}"
+    certificate, key = authority.issue("operator")
+    trusting = ("--tls-ca", str(authority.path), "--tls-server-name", "pdmesh.internal")
+    result = await trace("--router", address, *trusting, "--tls-cert", str(certificate), "--tls-key", str(key))
+    await server.stop(grace_s=0)
+    assert (result.exit_code, result.stdout) == (0, "no request has ended yet\n"), result.stderr
 
 
 @pytest.mark.parametrize("width", [80, 96, 100, 113, 200])
