@@ -21,6 +21,7 @@ _ESTIMATES = (
     ("transfer", span_names.PDMESH_PLACE_TRANSFER_MS),
     ("decode", span_names.PDMESH_PLACE_DECODE_MS),
 )
+_OF_GROUP = f"{span_names.PDMESH_TRANSFER_BLOCKS_OF_GROUP}."
 _CACHED = (
     ("on the prefill node", span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE),
     ("on the decode node", span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE),
@@ -108,8 +109,18 @@ def _failed_attempt_text(span: Span) -> str:
 
 def _transfer_text(span: Span) -> str:
     num_bytes = _count(span, span_names.PDMESH_TRANSFER_BYTES)
-    busy_ms = _number(span, span_names.PDMESH_TRANSFER_BUSY_MS) or span.duration_ms
-    rate = f" at {format_bytes(int(num_bytes / busy_ms * _MS_PER_S))}/s" if busy_ms else ""
-    blocks = counted(_count(span, span_names.PDMESH_TRANSFER_BLOCKS), "block")
-    runs = counted(_count(span, span_names.PDMESH_TRANSFER_RUNS), "run")
-    return f"{format_bytes(num_bytes)}{rate} from {span.node}, {blocks} in {runs}, busy for {format_ms(busy_ms)}"
+    busy_ms = _number(span, span_names.PDMESH_TRANSFER_BUSY_MS)
+    rate = _count(span, span_names.PDMESH_TRANSFER_BYTES_PER_S)
+    # A node of an older release does not say it.
+    rate = rate or (int(num_bytes / busy_ms * _MS_PER_S) if busy_ms else 0)
+    groups = [
+        f"{_count(span, name):,} of {name.removeprefix(_OF_GROUP)}"
+        for name in span.attributes
+        if name.startswith(_OF_GROUP)
+    ]
+    by_group = f" ({', '.join(groups)})" if len(groups) > 1 else ""
+    return (
+        f"{format_bytes(num_bytes)} at {format_bytes(rate)}/s from {span.node}, "
+        f"{counted(_count(span, span_names.PDMESH_TRANSFER_BLOCKS), 'block')}{by_group} in "
+        f"{counted(_count(span, span_names.PDMESH_TRANSFER_RUNS), 'run')}, busy for {format_ms(busy_ms)}"
+    )

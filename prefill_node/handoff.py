@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
@@ -187,7 +187,7 @@ class PromptHandoff:
         self._on_terminal = on_terminal
         self._matcher = matcher
         self._transfer: OutgoingTransfer | None = None
-        self._num_granted_blocks = 0
+        self._granted_blocks: Mapping[str, int] = {}
         self._request_id = ""
         self._handoff_id = b""
         self._wants_checksums = False
@@ -203,8 +203,9 @@ class PromptHandoff:
         return self._session.state
 
     @property
-    def num_granted_blocks(self) -> int:
-        return self._num_granted_blocks
+    def granted_blocks(self) -> Mapping[str, int]:
+        """By cache group; empty before the grant."""
+        return self._granted_blocks
 
     def is_attempt_of(self, start: Start) -> bool:
         """Whether the decode node of `start` is being served the same request here."""
@@ -300,7 +301,7 @@ class PromptHandoff:
         )
 
     def _start_writing(self, grant: Grant, post_until_s: float) -> None:
-        self._num_granted_blocks = sum(len(group.block_ids) for group in grant.groups)
+        self._granted_blocks = {group.group_id: len(group.block_ids) for group in grant.groups}
         self._transfer = OutgoingTransfer(
             self._peer.link,
             self._hop,
@@ -408,7 +409,7 @@ class PromptHandoff:
             handoff_id=self._handoff_id,
             first_token=progress.first_token,
             transferred_bytes=progress.transfer.num_bytes,
-            transferred_blocks=self._num_granted_blocks,
+            transferred_blocks=sum(self._granted_blocks.values()),
             transferred_runs=progress.transfer.num_runs,
             timings=measured_timings(progress),
             num_checksum_parts=progress.num_checksum_parts or 0,

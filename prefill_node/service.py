@@ -253,11 +253,15 @@ class PrefillService:
             self._phases.record(span, name, begin_s, end_s)
         transfer = progress.transfer
         if transfer is not None and transfer.busy:
+            busy_s = transfer.busy_s()
+            blocks = handoff.granted_blocks
             attributes = {
                 span_names.PDMESH_TRANSFER_BYTES: transfer.num_bytes,
                 span_names.PDMESH_TRANSFER_RUNS: transfer.num_runs,
-                span_names.PDMESH_TRANSFER_BLOCKS: handoff.num_granted_blocks,
-                span_names.PDMESH_TRANSFER_BUSY_MS: transfer.busy_s() * 1000.0,
+                span_names.PDMESH_TRANSFER_BLOCKS: sum(blocks.values()),
+                span_names.PDMESH_TRANSFER_BUSY_MS: busy_s * 1000.0,
+                span_names.PDMESH_TRANSFER_BYTES_PER_S: transfer.num_bytes / busy_s if busy_s else 0.0,
+                **{f"{span_names.PDMESH_TRANSFER_BLOCKS_OF_GROUP}.{group}": count for group, count in blocks.items()},
             }
             begin_s, end_s = transfer.busy[0].begin_s, transfer.busy[-1].end_s
             self._phases.record(span, span_names.SPAN_TRANSFER, begin_s, end_s, attributes)

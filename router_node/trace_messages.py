@@ -23,7 +23,7 @@ def message_of(span: Span) -> traces_pb2.TraceSpan:
 
 
 def span_of(message: traces_pb2.TraceSpan) -> Span:
-    """A span from the wire. Raises ValueError for one without ids, or that ends before it starts."""
+    """A span from the wire, its attributes by name. Raises ValueError for one without ids or of negative duration."""
     return Span(
         trace_id=message.trace_id,
         span_id=message.span_id,
@@ -32,7 +32,7 @@ def span_of(message: traces_pb2.TraceSpan) -> Span:
         node=message.node,
         start_ns=message.start_unix_ns,
         end_ns=message.end_unix_ns,
-        attributes={name: _value_of(attribute) for name, attribute in message.attributes.items()},
+        attributes={name: _value_of(attribute) for name, attribute in sorted(message.attributes.items())},
         error=message.error,
     )
 

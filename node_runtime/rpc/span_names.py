@@ -58,8 +58,12 @@ PDMESH_RETRACTIONS: Final = "pdmesh.retractions"
 PDMESH_TRANSFER_BYTES: Final = "pdmesh.transfer.bytes"
 PDMESH_TRANSFER_RUNS: Final = "pdmesh.transfer.runs"
 PDMESH_TRANSFER_BLOCKS: Final = "pdmesh.transfer.blocks"
+# Followed by a dot and the id of a cache group.
+PDMESH_TRANSFER_BLOCKS_OF_GROUP: Final = "pdmesh.transfer.blocks_of"
 # The part of the transfer span in which at least one write was outstanding.
 PDMESH_TRANSFER_BUSY_MS: Final = "pdmesh.transfer.busy_ms"
+# In that part.
+PDMESH_TRANSFER_BYTES_PER_S: Final = "pdmesh.transfer.bytes_per_s"
 # Why a request was placed where it was. Durations are the estimates that the decision was made with.
 PDMESH_PLACE_POLICY: Final = "pdmesh.place.policy"
 PDMESH_PLACE_REASON: Final = "pdmesh.place.reason"

@@ -60,6 +60,9 @@ def test_the_phases_follow_one_another_and_lie_inside_the_request(mesh: Mesh, si
     assert transfer.end_time_unix_nano <= generate.start_time_unix_nano
     attributes = {item.key: item.value for item in transfer.attributes}
     assert attributes["pdmesh.transfer.bytes"].int_value == answer.finish.timings.transferred_bytes
+    assert attributes["pdmesh.transfer.bytes_per_s"].double_value > 0
+    by_group = [value.int_value for name, value in attributes.items() if name.startswith("pdmesh.transfer.blocks_of.")]
+    assert sum(by_group) == attributes["pdmesh.transfer.blocks"].int_value > 0
     usage = {item.key: item.value.int_value for item in root.attributes}
     assert usage["gen_ai.usage.input_tokens"] == answer.finish.usage.prompt_tokens
     assert usage["gen_ai.usage.output_tokens"] == 8

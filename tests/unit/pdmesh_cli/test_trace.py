@@ -114,7 +114,10 @@ WHOLE = (
         pdmesh__transfer__bytes=3 * 2**20,
         pdmesh__transfer__runs=12,
         pdmesh__transfer__blocks=34,
+        pdmesh__transfer__blocks_of__full=30,
+        pdmesh__transfer__blocks_of__sliding=4,
         pdmesh__transfer__busy_ms=60.0,
+        pdmesh__transfer__bytes_per_s=50 * 2.0**20,
     ),
 )
 FAILED = span(
