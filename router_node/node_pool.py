@@ -66,6 +66,11 @@ class NodeFacts:
     # What requests can be computed with there.
     adapters: frozenset[AdapterId] = frozenset()
 
+    @property
+    def needs_no_prefill(self) -> bool:
+        """Whether it can compute prompts and generate, all by itself."""
+        return self.role is ComputeRole.FUSED or self.prefills_locally
+
     def __str__(self) -> str:
         return f"{self.role.value} node {self.node_id} at {self.address}"
 
@@ -186,17 +191,25 @@ class NodePool:
         """By name, what the members that decode told of, usable or not.
 
         Where they differ in what a name stands for, as they do while an adapter is replaced, most of them are right,
-        the usable ones first.
+        those first with which a request could be placed.
         """
         if self._adapters is None:
             votes: dict[AdapterId, tuple[int, int]] = {}
             for entry in self._entries.values():
                 if entry.facts is not None and entry.facts.role is not ComputeRole.PREFILL:
                     for adapter in entry.facts.adapters:
-                        num_usable, num_known = votes.get(adapter, (0, 0))
-                        votes[adapter] = (num_usable + entry.is_usable, num_known + 1)
+                        num_able, num_known = votes.get(adapter, (0, 0))
+                        votes[adapter] = (num_able + self._is_able(entry, adapter), num_known + 1)
             self._adapters = {adapter.name: adapter for adapter in sorted(votes, key=lambda each: (votes[each], each))}
         return self._adapters
+
+    def _is_able(self, entry: _Entry, adapter: AdapterId) -> bool:
+        """Whether a request with the adapter could be placed on a node that has it."""
+        if not entry.is_usable or entry.facts is None:
+            return False
+        return entry.facts.needs_no_prefill or any(
+            adapter in node.facts.adapters for node in self.usable(ComputeRole.PREFILL)
+        )
 
     def limits(self) -> TokenLimits | None:
         """Those of the usable node that can hold the longest request; None when no node is usable."""

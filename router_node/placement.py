@@ -159,7 +159,7 @@ class Placer:
             raise NoUsableNode(self._pool.describe_lack())
         prefill = _having(adapter, self._pool.usable(ComputeRole.PREFILL))
         decode = _having(adapter, (*self._pool.usable(ComputeRole.FUSED), *self._pool.usable(ComputeRole.DECODE)))
-        if not any(prefill or _needs_no_prefill(node.facts) for node in decode):
+        if not any(prefill or node.facts.needs_no_prefill for node in decode):
             raise NoUsableNode(f"no usable nodes have the adapter {adapter}")
         demand = Demand(
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, beginning=self._beginning(prefixes, (*decode, *prefill))
@@ -230,7 +230,7 @@ class Placer:
     ) -> RequestTooLarge:
         """Names the node that can hold most, of those that hold back the request."""
         has_prefill = any(prompt_tokens < node.facts.limits.tokens for node in prefill)
-        able = [node for node in decode if has_prefill or _needs_no_prefill(node.facts)]
+        able = [node for node in decode if has_prefill or node.facts.needs_no_prefill]
         largest = max((node.facts for node in able or prefill), key=lambda facts: facts.limits.tokens)
         return RequestTooLarge(
             f"max_tokens: {max_tokens} with a prompt of {prompt_tokens} tokens exceeds {largest.limits.tokens} tokens, "
@@ -240,10 +240,6 @@ class Placer:
 
 def _having(adapter: AdapterId | None, nodes: Sequence[UsableNode]) -> Sequence[UsableNode]:
     return nodes if adapter is None else tuple(node for node in nodes if adapter in node.facts.adapters)
-
-
-def _needs_no_prefill(facts: NodeFacts) -> bool:
-    return facts.role is ComputeRole.FUSED or facts.prefills_locally
 
 
 def _works(choice: PlacementChoice) -> tuple[Work, ...]:

@@ -89,8 +89,11 @@ def test_where_no_pair_has_it_a_request_is_refused_and_not_computed_otherwise(no
 def test_a_name_stands_for_what_most_nodes_that_decode_have_under_it() -> None:
     nodes = [facts("d:1", DECODE, OLD), facts("d:2", DECODE, NEW, BLUE), facts("d:3", DECODE, NEW)]
     pool = pool_of(facts("p:1", PREFILL, OLD), *nodes)
+    # They would find no prefill node.
+    assert pool.adapters() == {"red": OLD, "blue": BLUE}
+    pool = pool_of(facts("p:1", PREFILL, OLD), facts("p:2", PREFILL, NEW), *nodes)
     assert pool.adapters() == {"red": NEW, "blue": BLUE}
-    # Usable ones first, and what nobody has for the moment is still known.
+    # What nobody has for the moment is still known.
     for address in ("d:2", "d:3"):
         pool.record_failure(address, "gone")
     assert pool.adapters() == {"red": OLD, "blue": BLUE}
