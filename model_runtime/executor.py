@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -36,15 +35,13 @@ from model_runtime.head_ranks import check_head_ranks
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.lora.adapter_set import AdapterSet
 from model_runtime.lora.peft_files import LoraAdapter
-from model_runtime.lora.token_groups import TokenGroup, group_tokens
+from model_runtime.lora.token_groups import NO_ADAPTERS, TokenGroup, group_tokens
 from model_runtime.prompt_scoring import keep_scores, scored_rows, scored_tokens
 from model_runtime.rank_group import RankGroup, SingleRank, check_same_plan
 from model_runtime.registry import compute_dtype, find_backend, find_family
 from model_runtime.sampler import SampledToken, SamplingParams, adapters_of, sample
 from model_runtime.stage_fences import StageFences
 from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
-
-_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ExecutablePlan(BatchPlan, TokenPlan, Protocol):
@@ -210,8 +207,9 @@ class ModelExecutor:
         scored = scored_rows(plan.request_ids, metadata.begins, metadata.input_lengths, sampling)
         batch = ForwardBatch.from_plan(plan, metadata, self._device, scored_tokens=scored_tokens(scored))
         params = _sampling_by_logit_row(plan, batch, sampling)
-        groups = self._token_groups(plan, metadata, adapters_of(sampling))
-        self._check_same_plan(plan)
+        adapters = adapters_of(sampling)
+        groups = self._token_groups(plan, metadata, adapters)
+        self._check_same_plan(plan, adapters)
         logits = self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
         keep_scores(scored, logits[len(params) :])
         sampled: list[SampledToken | None] = [None] * metadata.num_rows
@@ -224,7 +222,7 @@ class ModelExecutor:
         self,
         plan: ExecutablePlan,
         on_stage: Callable[[int], None] | None = None,
-        adapters: Mapping[str, str] = _NO_ADAPTERS,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> npt.NDArray[np.float32]:
         """The forward of `execute` without its sampling: [rows that want logits, vocab_size] in the order of the rows.
 
@@ -233,7 +231,7 @@ class ModelExecutor:
         metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
         batch = ForwardBatch.from_plan(plan, metadata, self._device)
         groups = self._token_groups(plan, metadata, adapters)
-        self._check_same_plan(plan)
+        self._check_same_plan(plan, adapters)
         return self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
 
     def _token_groups(
@@ -245,9 +243,9 @@ class ModelExecutor:
                 raise ValueError(f'adapter "{name}" is not loaded')
         return group_tokens(plan.request_ids, metadata.input_lengths, adapters, self._device)
 
-    def _check_same_plan(self, plan: ExecutablePlan) -> None:
+    def _check_same_plan(self, plan: ExecutablePlan, adapters: Mapping[str, str]) -> None:
         for ranks in (self._ranks, self._head_ranks):
-            check_same_plan(ranks, plan)
+            check_same_plan(ranks, plan, adapters)
 
     def _forward(
         self,

@@ -6,7 +6,7 @@ The seam for what they tell one another. Knows no block, no head and no transpor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from cache_runtime.mapping.batch_metadata import BatchPlan
 from model_runtime.errors import RankGroupError
 from model_runtime.forward_batch import TokenPlan
+from model_runtime.lora.token_groups import NO_ADAPTERS
 
 
 class RankGroup(Protocol):
@@ -58,14 +59,14 @@ def gather_columns(part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     return part if ranks.size == 1 else torch.cat(tuple(ranks.all_gather(part)), dim=1)
 
 
-def check_same_plan(ranks: RankGroup, plan: RankedPlan) -> None:
-    """Raises RankGroupError when the ranks are about to carry out different plans.
+def check_same_plan(ranks: RankGroup, plan: RankedPlan, adapters: Mapping[str, str] = NO_ADAPTERS) -> None:
+    """Raises RankGroupError when the ranks are about to carry out different plans, or with different adapters.
 
     Nothing else would show it: each would attend to rows that the others computed for something else.
     """
     if ranks.size == 1:
         return
-    digest = 0
+    digest = zlib.crc32(repr(sorted(adapters.items())).encode()) if adapters else 0
     for array in (plan.begins, plan.input_lengths, plan.token_ids, *plan.block_tables):
         digest = zlib.crc32(np.ascontiguousarray(array).data, digest)
     digests = [int(other) for other in ranks.all_gather(torch.tensor([digest]))]

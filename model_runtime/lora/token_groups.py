@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cache_runtime.device import Device
+
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+"""No request has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

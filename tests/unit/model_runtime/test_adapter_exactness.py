@@ -22,6 +22,7 @@ from unit.model_runtime.tiny_models import TINY_MODELS
 
 from cache_runtime.kernel_page_sizes import CPU_PAGED
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
+from model_runtime.errors import RankGroupError
 from model_runtime.executor import ModelExecutor
 from model_runtime.kernels.interface import PackedWeight
 from model_runtime.kernels.reference import ReferenceKernels
@@ -180,6 +181,15 @@ def test_exact_two_tensor_ranks_have_the_bits_of_one(family: str, tmp_path: Path
         return generate(executor(adapted, ranks=ranks), adapted.prompts())
 
     assert run_ranks(2, work) == [alone, alone]
+
+
+def test_ranks_that_would_go_through_different_adapters_are_stopped(llama: Adapted) -> None:
+    def work(ranks: RankGroup) -> None:
+        run, name = FusedRun(executor(llama, ranks=ranks)), ("red", "blue")[ranks.rank]
+        with pytest.raises(RankGroupError, match=f"rank {ranks.rank} of 2: plans differ"):
+            run.generate({"a": [5, 6, 7]}, 2, adapters={"a": name})
+
+    run_ranks(2, work)
 
 
 def test_exact_llama_over_quantised_weights_has_the_bits_of_float32_ones(tmp_path: Path) -> None:
