@@ -22,7 +22,9 @@ from unit.model_runtime.tiny_models import TINY_MODELS
 
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.lora.peft_files import LoraAdapter, open_adapter
+from node_runtime.adapters import AdapterId, isolation_keys
 from node_runtime.wire.adapter import adapters_to_proto
+from router_node.prompt_prefixes import PromptPrefixes
 
 GRAIN = 8
 NUM_TOKENS = 12
@@ -101,6 +103,10 @@ MakeMesh = Callable[[Adapted], FakeMesh]
 
 def named(name: str) -> dict[str, object]:
     return {"adapter": inference_pb2.Adapter(name=name)} if name else {}
+
+
+def adapter_id(adapted: Adapted, name: str) -> AdapterId:
+    return AdapterId(name=name, digest=adapted.adapters[name].digest)
 
 
 async def answer(mesh: FakeMesh, decode: FakeNode, prompt: list[int], name: str, **fields: object) -> Answer:
@@ -297,3 +303,32 @@ async def test_an_unknown_adapter_is_named_by_the_decode_node_with_those_that_it
     code, message = await mesh.error(fused, [5, 6], adapter=green)
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert message.startswith('adapter: "red" (sha256 000000000000) is wanted')
+
+
+async def test_a_router_finds_what_nodes_have_cached_of_one_adapter_and_takes_it_for_no_other(
+    llama: Adapted, make_mesh: MakeMesh
+) -> None:
+    """The router's keys of a prompt are the nodes' own, salt and adapter included."""
+    mesh = make_mesh(llama)
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
+    prompt = llama.prompt(4 * GRAIN + 1, seed=11)
+    async with FakeRouter(
+        prefill=[prefill],
+        decode=[decode],
+        vocab_size=VOCAB_SIZE,
+        placement_policy="cache_aware",
+        follow_interval_s=0.01,
+    ) as router:
+        index, addresses = router.router._observations.index, [prefill.address, decode.address]
+
+        def depths(adapter: AdapterId | None, salt: bytes = b"salt") -> set[int]:
+            keys = PromptPrefixes(prompt, isolation_keys([salt], adapter)).keys(GRAIN)
+            return set(index.find_depths(keys, addresses).values())
+
+        red, blue = (adapter_id(llama, name) for name in ("red", "blue"))
+        told = await router.generate(prompt, adapter="red", cache_salt=b"salt", max_tokens=2)
+        llama.assert_exact("red", prompt, told.token_ids, 2)
+        await until(lambda: depths(red) == {4}, "the nodes told what they have cached")
+        assert [depths(blue), depths(None), depths(red, b"other")] == [set()] * 3
