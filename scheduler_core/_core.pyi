@@ -749,9 +749,9 @@ class Scheduler:
     def unregister_storage_keys(self, keys: Sequence[StorageKey]) -> None:
         """Storage does not have them. Raises ContractError likewise."""
 
-    def track_prefix_events(self) -> None:
+    def track_prefix_events(self, *, with_extra_keys: bool) -> None:
         """
-        Announces cached prefixes from now on, as enable_prefix_events does from the beginning. Idempotent. Raises ContractError once a request was submitted.
+        Announces cached prefixes from now on, as enable_prefix_events does from the beginning, on request without those of prompts with extra keys, which others never find. Raises ContractError once a request was submitted.
         """
 
     def drain_prefix_events(self) -> list[PrefixStored | PrefixRemoved | PrefixCleared]:

@@ -225,10 +225,11 @@ void BindScheduler(nb::module_& module) {
             scheduler.UnregisterStorageKeys(keys);
           },
           "keys"_a, "Storage does not have them. Raises ContractError likewise.")
-      .def("track_prefix_events", &Scheduler::TrackPrefixEvents,
-           "Announces cached prefixes from now on, as enable_prefix_events does from the beginning. "
-           "Idempotent. "
-           "Raises ContractError once a request was submitted.")
+      .def("track_prefix_events", &Scheduler::TrackPrefixEvents, nb::kw_only(), "with_extra_keys"_a,
+           "Announces cached prefixes from now on, as enable_prefix_events does from the beginning, on "
+           "request "
+           "without those of prompts with extra keys, which others never find. Raises ContractError once a "
+           "request was submitted.")
       .def(
           "drain_prefix_events",
           [](Scheduler& scheduler) {

@@ -24,6 +24,12 @@ class Fnv1a {
   std::uint64_t hash_ = 0xcbf29ce484222325ULL;
 };
 
+// Whether it is the grain of that position among a prompt's `digests`.
+bool IsAmong(const Digest& digest, std::int32_t grain, std::span<const Digest> digests) {
+  const auto position = static_cast<std::size_t>(grain);
+  return position < digests.size() && digests[position] == digest;
+}
+
 }  // namespace
 
 std::uint64_t HashForEvent(std::optional<std::uint64_t> parent_hash, std::span<const std::int32_t> tokens) {
@@ -87,13 +93,20 @@ void PrefixEvents::Describe(std::span<const std::int32_t> tokens, std::vector<st
 void PrefixEvents::DescribeOnly(std::span<const Digest> digests, std::span<const std::int32_t> tokens,
                                 std::vector<std::uint64_t>& hashes) {
   const auto others = std::stable_partition(published_.begin(), published_.end(), [&](const Published& one) {
-    const auto position = static_cast<std::size_t>(one.grain);
-    return position < digests.size() && digests[position] == one.digest;
+    return IsAmong(one.digest, one.grain, digests);
   });
   std::vector<Published> left(others, published_.end());
   published_.erase(others, published_.end());
   Describe(tokens, hashes);
   published_ = std::move(left);
+}
+
+void PrefixEvents::LeaveOut() {
+  published_.clear();
+}
+
+void PrefixEvents::LeaveOutOnly(std::span<const Digest> digests) {
+  std::erase_if(published_, [&](const Published& one) { return IsAmong(one.digest, one.grain, digests); });
 }
 
 // A digest became resident.

@@ -63,6 +63,10 @@ class PrefixEvents final : public ResidencyObserver {
   void DescribeOnly(std::span<const Digest> digests, std::span<const std::int32_t> tokens,
                     std::vector<std::uint64_t>& hashes);
 
+  // Instead of these: it is never announced.
+  void LeaveOut();
+  void LeaveOutOnly(std::span<const Digest> digests);
+
   // The cache was emptied on purpose.
   void OnCleared();
 

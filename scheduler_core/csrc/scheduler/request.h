@@ -36,6 +36,7 @@ struct Request {
                          ? max_request_tokens
                          : num_prompt_tokens + *max_new_tokens),
         is_remote(prefilled_by_peer),
+        has_extra_keys(!spec.extra_keys.empty()),
         tokens(std::move(spec.tokens)),
         chain(prefix_granularity, std::move(spec.extra_keys)),
         state(is_remote ? RequestState(AwaitingReady()) : RequestState(Waiting())) {}
@@ -47,6 +48,7 @@ struct Request {
   const std::int32_t num_submitted_tokens;
   const std::int32_t limit_tokens;  // prompt and completion, where it is scheduled no further
   bool is_remote;                   // decode role: a peer prefills the prompt; never after a retraction
+  const bool has_extra_keys;        // nobody without them shares its prefixes
 
   std::vector<std::int32_t> tokens;  // prompt, then completion
   GrainChain chain;

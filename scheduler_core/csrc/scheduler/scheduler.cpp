@@ -254,14 +254,14 @@ bool Scheduler::ClearCache() {
   return true;
 }
 
-void Scheduler::TrackPrefixEvents() {
-  if (prefix_events_) {
-    return;
-  }
+void Scheduler::TrackPrefixEvents(bool with_extra_keys) {
   if (num_submitted_ > 0) {
     throw ContractError("prefixes cannot be announced from the middle: a request was submitted before");
   }
-  prefix_events_.emplace(coordinator_, config_.prefix_granularity);
+  announces_extra_keys_ = with_extra_keys;
+  if (!prefix_events_) {
+    prefix_events_.emplace(coordinator_, config_.prefix_granularity);
+  }
 }
 
 std::vector<PrefixEvent> Scheduler::DrainPrefixEvents() {

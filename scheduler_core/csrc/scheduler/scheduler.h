@@ -97,9 +97,10 @@ class Scheduler {
   void RegisterStorageKeys(std::span<const CacheKey> keys);
   void UnregisterStorageKeys(std::span<const CacheKey> keys);
 
-  // Announces cached prefixes from now on, as the configuration can ask for from the beginning. Idempotent.
-  // Throws ContractError once a request was submitted.
-  void TrackPrefixEvents();
+  // Announces cached prefixes from now on, as the configuration can ask for from the beginning; on request
+  // without those of prompts with extra keys, which others never find. Throws ContractError once a request
+  // was submitted.
+  void TrackPrefixEvents(bool with_extra_keys);
   // How the set of cached prefixes changed since the last drain, in the order in which to apply it. Always
   // empty unless they are announced.
   std::vector<PrefixEvent> DrainPrefixEvents();
@@ -230,6 +231,7 @@ class Scheduler {
   StoreScope DecodeStoreScope() const;
   // REQUIRED after each transaction that may have published blocks of the request.
   void DescribePublished(Request& request);
+  bool Announces(const Request& request) const { return announces_extra_keys_ || !request.has_extra_keys; }
 
   void SetState(Request& request, RequestState state);
   RequestQueue& QueueOf(Phase phase);
@@ -245,6 +247,7 @@ class Scheduler {
   ChunkRules chunk_rules_;
   CacheCoordinator coordinator_;                                        // outlives the requests' tables
   std::optional<PrefixEvents> prefix_events_;                           // hears what the requests' ends evict
+  bool announces_extra_keys_ = true;                                    // prompts with extra keys as well
   std::optional<PrefixKeys> prefix_keys_;                               // likewise
   SlotPool slots_;                                                      // outlives the requests' leases
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;  // looked up, never walked
@@ -276,6 +279,7 @@ class Scheduler {
   struct Reading {
     std::vector<std::int32_t> tokens;
     std::vector<Digest> digests;
+    bool is_announced;
   };
   std::vector<Reading> planned_readings_;                   // of the plan in the making
   std::map<std::uint64_t, std::vector<Reading>> readings_;  // by operation

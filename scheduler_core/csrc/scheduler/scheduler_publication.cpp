@@ -25,13 +25,19 @@ void Scheduler::NoteRestored(Request& request, const PrefixProbe& probe) {
         probe.digests.first(static_cast<std::size_t>(probe.hit_tokens / config_.prefix_granularity));
     planned_readings_.push_back(
         {.tokens = {request.tokens.begin(), request.tokens.begin() + probe.hit_tokens},
-         .digests = {digests.begin(), digests.end()}});
+         .digests = {digests.begin(), digests.end()},
+         .is_announced = Announces(request)});
   }
 }
 
 void Scheduler::DescribePublished(Request& request) {
-  if (prefix_events_) {
+  if (!prefix_events_) {
+    return;
+  }
+  if (Announces(request)) {
     prefix_events_->Describe(request.tokens, request.event_hashes);
+  } else {
+    prefix_events_->LeaveOut();
   }
 }
 

@@ -100,6 +100,10 @@ void Scheduler::ApplyTransferEvent(const TransferEventView& event) {
     return;
   }
   for (const Reading& reading : readings.mapped()) {
+    if (!reading.is_announced) {
+      prefix_events_->LeaveOutOnly(reading.digests);
+      continue;
+    }
     std::vector<std::uint64_t> hashes;
     prefix_events_->DescribeOnly(reading.digests, reading.tokens, hashes);
   }

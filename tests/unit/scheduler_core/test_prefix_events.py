@@ -197,12 +197,47 @@ def test_plans_do_not_depend_on_events(role: sc.Role) -> None:
 
 def test_they_can_be_asked_for_later_but_not_from_the_middle() -> None:
     scheduler = sc.Scheduler(scheduler_config())
-    scheduler.track_prefix_events()
-    scheduler.track_prefix_events()
+    scheduler.track_prefix_events(with_extra_keys=True)
     serve(scheduler, spec("a", 9, max_new_tokens=1))
     assert names_of(scheduler.drain_prefix_events()) == ["stored", "stored"]
     late = sc.Scheduler(scheduler_config())
     serve(late, spec("a", 9, max_new_tokens=1))
     assert late.drain_prefix_events() == []
     with pytest.raises(sc.ContractError, match="a request was submitted before"):
-        late.track_prefix_events()
+        late.track_prefix_events(with_extra_keys=True)
+
+
+@pytest.mark.parametrize("with_extra_keys", [True, False])
+def test_prompts_with_extra_keys_are_left_out_where_nobody_is_to_hear_of_them(with_extra_keys: bool) -> None:
+    scheduler = sc.Scheduler(scheduler_config(num_lcm_blocks=8))
+    scheduler.track_prefix_events(with_extra_keys=with_extra_keys)
+    salted = sc.RequestSpec(request_id="salted", tokens=list(range(9)), max_new_tokens=1, extra_keys=[b"salt"])
+    serve(scheduler, salted)
+    assert names_of(scheduler.drain_prefix_events()) == ["stored", "stored"] * with_extra_keys
+    # What is evicted of it, by a prompt that takes all blocks, is not told either.
+    serve(scheduler, spec("large", list(range(100, 130)), max_new_tokens=1))
+    assert names_of(scheduler.drain_prefix_events()) == ["removed"] * 2 * with_extra_keys + ["stored"] * 7
+    assert scheduler.clear_cache()
+    assert names_of(scheduler.drain_prefix_events()) == ["cleared"]
+
+
+@pytest.mark.parametrize("with_extra_keys", [True, False])
+def test_what_storage_brings_back_of_them_is_left_out_as_well(with_extra_keys: bool) -> None:
+    scheduler = sc.Scheduler(scheduler_config(num_host_lcm_blocks=8, enable_storage=True))
+    scheduler.track_prefix_events(with_extra_keys=with_extra_keys)
+    tokens = list(range(9))
+    scheduler.register_storage_keys(
+        [
+            sc.StorageKey(group=0, digest=digest, grain_offset=0)
+            for digest in sc.hash_grains(np.array(tokens, dtype=np.int32), 4, [b"salt"])
+        ]
+    )
+    runtime = Runtime(scheduler)
+    scheduler.submit([sc.RequestSpec(request_id="a", tokens=tokens, max_new_tokens=1, extra_keys=[b"salt"])])
+    plan = runtime.plan()
+    (admission,) = plan.admissions
+    assert admission.storage_hit_tokens == 8
+    assert scheduler.drain_prefix_events() == []
+    runtime.land(plan)
+    scheduler.advance([sc.LoadDoneEvent(load.operation_id) for load in plan.loads])
+    assert names_of(scheduler.drain_prefix_events()) == ["stored", "stored"] * with_extra_keys
