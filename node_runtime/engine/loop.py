@@ -132,7 +132,7 @@ class EngineLoop:
             deliver: Takes a batch of updates on the engine thread and brings each to its sink, in order, elsewhere.
             on_fatal: Called on the engine thread when the process must not go on; requests that still come are failed.
             on_prefixes: Called on the engine thread when other prefixes are cached than before. None: nobody asks.
-            on_prefix_events: Likewise, and told their tokens.
+            on_prefix_events: Likewise, and told their tokens; of prompts without extra keys only.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -149,7 +149,8 @@ class EngineLoop:
             scheduler.track_prefix_keys()
         self._on_prefix_events = on_prefix_events
         if on_prefix_events is not None:
-            scheduler.track_prefix_events()
+            # Those who listen name no salt and no adapter, and need not hear what others asked.
+            scheduler.track_prefix_events(with_extra_keys=False)
         self._rates = StepRates()
         self._num_steps = 0
         self._num_retractions = 0

@@ -44,8 +44,10 @@ class EngineScheduler(Protocol):
     def drain_prefix_keys(self) -> PrefixKeyChanges:
         """How the set of these keys changed since the last call."""
 
-    def track_prefix_events(self) -> None:
-        """Announces cached prefixes, with their tokens; before the first submission."""
+    def track_prefix_events(self, *, with_extra_keys: bool) -> None:
+        """Announces cached prefixes, with their tokens, of prompts with extra keys on request; before the first
+        submission.
+        """
 
     def drain_prefix_events(self) -> Sequence[PrefixEvent]:
         """How the set of announced prefixes changed since the last call; to be applied in order."""

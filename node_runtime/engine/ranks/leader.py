@@ -99,8 +99,8 @@ class MirroredScheduler:
     def drain_prefix_keys(self) -> PrefixKeyChanges:
         return self._scheduler.drain_prefix_keys()
 
-    def track_prefix_events(self) -> None:
-        self._scheduler.track_prefix_events()
+    def track_prefix_events(self, *, with_extra_keys: bool) -> None:
+        self._scheduler.track_prefix_events(with_extra_keys=with_extra_keys)
 
     def drain_prefix_events(self) -> Sequence[PrefixEvent]:
         return self._scheduler.drain_prefix_events()

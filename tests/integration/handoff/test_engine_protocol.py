@@ -285,13 +285,15 @@ async def test_the_tokenizer_comes_as_an_archive_that_others_can_load(client: En
 
 
 async def test_subscribers_hear_which_prompts_are_cached_and_go_on_where_they_stopped(
-    fused: FakeNode, client: EngineClient
+    mesh: FakeMesh, fused: FakeNode, client: EngineClient
 ) -> None:
     grains = [PROMPT[begin : begin + GRANULARITY] for begin in range(0, len(PROMPT) - GRANULARITY + 1, GRANULARITY)]
     call = client.events()
     state = await call.read()
     assert (state.snapshot.count, state.snapshot.blocks) == (1, 0)
     assert [event.WhichOneof("data") for event in state.events] == ["cleared"]
+    # What tenants ask is for nobody else to hear.
+    await mesh.generate(fused, list(b"between us and you alone"), max_tokens=1, extra_keys=[b"tenant"])
     await client.generate(PROMPT, {"max_new_tokens": 1})
     heard: list[common_pb2.KvEventBatch] = []
     while len(stored_tokens(heard)) < len(grains):

@@ -17,7 +17,7 @@ class Cache:
     def __init__(self, feed: KvFeed, **changes: object) -> None:
         self._feed = feed
         self._scheduler = Scheduler(scheduler_config(**changes))  # type: ignore[arg-type]
-        self._scheduler.track_prefix_events()
+        self._scheduler.track_prefix_events(with_extra_keys=False)
         self._num_requests = 0
 
     def serve(self, tokens: Iterable[int]) -> None:
