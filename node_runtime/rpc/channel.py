@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 import grpc
 
@@ -16,6 +16,7 @@ from node_runtime.address import parse_address
 from node_runtime.errors import NodeError, PeerUnavailable
 from node_runtime.rpc.deadlines import call_timeout_s
 from node_runtime.rpc.errors import error_from_rpc
+from node_runtime.rpc.parsing_channel import ParsingChannel, Unreadable
 from node_runtime.rpc.telemetry import rpc_metadata
 from node_runtime.rpc.transport import SocketTransport, Transport
 
@@ -45,7 +46,7 @@ class Channel:
 
     def stub(self, stub_class: Callable[[grpc.aio.Channel], StubT]) -> StubT:
         """A generated stub on this channel. Pass its methods to the calls below."""
-        return stub_class(self._channel)
+        return stub_class(cast("grpc.aio.Channel", ParsingChannel(self._channel)))
 
     async def unary(
         self,
@@ -56,9 +57,10 @@ class Channel:
     ) -> ResponseT:
         """One request, one response. Raises NodeError."""
         try:
-            return await method(request, timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
+            response = await method(request, timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self.address) from None
+        return _readable(response, self.address)
 
     async def server_stream(
         self,
@@ -71,7 +73,7 @@ class Channel:
         call = method(request, timeout=call_timeout_s(timeout_s), metadata=self._sent_metadata())
         try:
             async for response in call:
-                yield response
+                yield _readable(response, self.address)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self.address) from None
         finally:
@@ -122,7 +124,7 @@ class DuplexCall(Generic[RequestT, ResponseT]):
     async def __aiter__(self) -> AsyncIterator[ResponseT]:
         try:
             async for response in self._call:
-                yield response
+                yield _readable(response, self._address)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._address) from None
 
@@ -142,6 +144,13 @@ class DuplexCall(Generic[RequestT, ResponseT]):
             return PeerUnavailable(self._address, "the peer ended the stream")
         details, trailers = await self._call.details(), await self._call.trailing_metadata()
         return error_from_rpc(grpc.aio.AioRpcError(code, trailing_metadata=trailers, details=details), self._address)
+
+
+def _readable(response: ResponseT, address: str) -> ResponseT:
+    """Raises PeerUnavailable: with one that answers in another tongue there is no talking either."""
+    if isinstance(response, Unreadable):
+        raise PeerUnavailable(address, "what it answers is not a message of the call")
+    return response
 
 
 def connect(

@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
+import grpc
 import pytest
-from pdmesh.v1 import decode_pb2, decode_pb2_grpc
+from pdmesh.v1 import decode_pb2, decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
 from node_runtime.errors import PeerUnavailable
 from node_runtime.rpc import Channel, ChannelPool, connect
@@ -108,6 +109,31 @@ async def test_a_listener_that_never_speaks_is_unavailable_long_before_the_deadl
         with pytest.raises(PeerUnavailable):
             await first_response(channel)
         await channel.close()
+
+
+async def test_a_peer_whose_answers_are_no_messages_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.write(b"\xff\xff")
+
+    class Garbling(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.stream_stream_rpc_method_handler(answer)
+
+    server = grpc.aio.server(handlers=(Garbling(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = connect(f"127.0.0.1:{port}", max_message_bytes=4096)
+    with pytest.raises(PeerUnavailable, match="not a message of the call"):
+        await first_response(channel)
+    stub = channel.stub(mesh_pb2_grpc.NodeStub)
+    with pytest.raises(PeerUnavailable, match="not a message of the call"):
+        await channel.unary(stub.GetNodeInfo, mesh_pb2.GetNodeInfoRequest(), timeout_s=10)
+    async with channel.duplex(channel.stub(prefill_pb2_grpc.PrefillStub).Handoff, timeout_s=10) as call:
+        with pytest.raises(PeerUnavailable, match="not a message of the call"):
+            await anext(aiter(call))
+    await channel.close()
+    await server.stop(None)
+    assert not caplog.records
 
 
 async def test_a_closed_pool_cancels_the_calls_of_its_channels_on_the_peer() -> None:
