@@ -102,6 +102,12 @@ def check_done(done: Done, start: Start, *, vocab_size: int, num_granted_blocks:
         raise InvalidRequest(f"prompt_logprobs: of {len(given)} tokens that are not the prompt's")
 
 
+def check_checksum_parts(done: Done, *, num_received: int) -> None:
+    """Refuses fewer parts than came before: what was told of them would not be waited for."""
+    if done.num_checksum_parts < num_received:
+        raise InvalidRequest(f"num_checksum_parts: {done.num_checksum_parts} given, {num_received} came")
+
+
 def check_grant(
     grant: Grant, *, num_prompt_tokens: int, prefix_granularity: int, groups: Mapping[str, GrantedGroup]
 ) -> None:

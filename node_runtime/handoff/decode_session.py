@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import assert_never
 
-from node_runtime.handoff.checks import check_done, check_ready
+from node_runtime.handoff.checks import check_checksum_parts, check_done, check_ready
 from node_runtime.handoff.events import (
     Abort,
     AbortScheduling,
@@ -128,6 +128,7 @@ class DecodeHandoff:
         elif isinstance(event, Done):
             num_blocks = sum(len(group.block_ids) for group in self._groups)
             check_done(event, self._start, vocab_size=self._vocab_size, num_granted_blocks=num_blocks)
+            check_checksum_parts(event, num_received=len(self._parts))
 
     def _actions(self, previous: DecodeState, event: DecodeEvent, now_s: float) -> tuple[DecodeAction, ...]:
         match event:
