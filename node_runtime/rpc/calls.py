@@ -240,7 +240,11 @@ def _is_about_the_node(method: str) -> bool:
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:
     code = status_of(error)
     message = detail_of(error)
-    await transport.abort(code, message, (*make_details(error, code.value[0], message), *trailers_of(error)))
+    try:
+        await transport.abort(code, message, (*make_details(error, code.value[0], message), *trailers_of(error)))
+    except grpc.aio.InternalError:
+        # The caller is gone, as when its deadline has passed on its side first. Of anything else gRPC logs a traceback.
+        raise asyncio.CancelledError from None
 
 
 class _GuardedHandler(Generic[RequestT, ResponseT]):
@@ -318,4 +322,7 @@ async def _write_all(
 ) -> None:
     async with aclosing(generator) as responses:
         async for response in responses:
-            await transport.write(response)
+            try:
+                await transport.write(response)
+            except grpc.aio.InternalError:
+                raise RequestCancelled("the caller is gone") from None
