@@ -6,7 +6,7 @@ TIMED := tools/timed.sh
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly fuzz soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ nightly: setup ## hours of looking for trouble: fuzzed conversations, long rando
 	@$(MAKE) --no-print-directory test-cpp
 	@ASAN_OPTIONS=abort_on_error=1 UBSAN_OPTIONS=abort_on_error=1 build/cpp-tests/scheduler_core/scheduler_fuzz $(FUZZ_INPUTS)
 	@PDMESH_HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/unit/scheduler_core
+
+FUZZ_FACTOR ?= 100
+fuzz: setup ## hostile messages to every RPC, FUZZ_FACTOR (100) times as many as on a commit, others each time
+	@PDMESH_FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 SOAK_MINUTES ?= 60
 soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)

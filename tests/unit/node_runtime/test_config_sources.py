@@ -52,7 +52,7 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
     ("name", "text", "complaint"),
     [
         ("c.yaml", "max_bach_size: 3\n", 'key "max_bach_size" is unknown, did you mean "max_batch_size"?'),
-        ("c.yaml", "zzz: 3\n", 'key "zzz" is unknown; known keys: advertise_host'),
+        ("c.yaml", "zzz: 3\n", 'key "zzz" is unknown; known keys: adapter, advertise_host'),
         ("c.yaml", "max_batch_size: 3\nmax-num-seqs: 4\n", 'key "max_num_seqs" repeats "max_batch_size"'),
         ("c.yaml", "port: 3\nport: 4\n", 'key "port" is given twice in line 2'),
         ("c.yaml", "drain-grace-s: 3\ndrain_grace_s: 4\n", 'key "drain_grace_s" is given twice'),
