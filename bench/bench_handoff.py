@@ -38,7 +38,7 @@ from cache_runtime.transfer import create_engine
 from cache_runtime.transfer._native import copy_runs
 from cache_runtime.transfer.engine import NO_KEY, DataPlaneError, PeerLink, Region, Run, TransferEngine
 from cache_runtime.transfer.runs import RunTable
-from cache_runtime.transfer.stream_engine import TlsFiles
+from cache_runtime.transfer.stream_tls import TlsFiles
 
 BENCH = "handoff"
 RUN_BYTES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}

@@ -261,9 +261,15 @@ class ComputeNodeConfig(NodeConfig):
     data_plane_port: int = Field(
         default=0, ge=0, le=65535, description="TCP port of the stream data plane; 0 takes a free one."
     )
+    data_plane_tls: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Encryption of the stream data plane. auto: with the certificates below, else with those of the "
+        "node's calls; off: none, inside a network that is trusted or encrypted itself.",
+    )
     data_plane_tls_cert: str = Field(
         default="",
-        description="PEM file with this node's certificate: encrypts the stream data plane; both sides must show one.",
+        description="PEM file with a certificate for the stream data plane alone, which names this node's host. "
+        "Default: that of tls_cert, which names its role.",
     )
     data_plane_tls_key: str = Field(default="", description="PEM file with the key of that certificate.")
     data_plane_tls_ca: str = Field(
@@ -315,6 +321,8 @@ class ComputeNodeConfig(NodeConfig):
         tls = (self.data_plane_tls_cert, self.data_plane_tls_key, self.data_plane_tls_ca)
         if any(tls) and not all(tls):
             raise ValueError("data_plane_tls_cert, data_plane_tls_key and data_plane_tls_ca go together")
+        if all(tls) and self.data_plane_tls == "off":
+            raise ValueError("data_plane_tls_cert needs data_plane_tls=auto, got off")
         if all(tls) and self.data_plane not in ("auto", "stream"):
             raise ValueError(f"data_plane_tls_cert needs data_plane=stream or auto, got {self.data_plane}")
         if self.token_budget < self.max_batch_size:

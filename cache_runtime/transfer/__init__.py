@@ -8,7 +8,8 @@ from __future__ import annotations
 from .engine import DataPlaneUnavailable, TransferEngine
 from .memory_engine import MemoryEngine, MemoryFabric
 from .shm_engine import open_shm_engine
-from .stream_engine import TlsFiles, open_stream_engine
+from .stream_engine import open_stream_engine
+from .stream_tls import TlsFiles
 
 DATA_PLANES = ("shm", "stream", "mooncake", "memory")
 

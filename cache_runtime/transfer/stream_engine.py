@@ -1,20 +1,19 @@
 """The data plane over TCP: bytes go from memory to memory through one socket per peer, scattered and gathered.
 
-With TLS files every connection is encrypted and both ends show a certificate that the given authority signed. Without,
-what is written is protected by its grant key alone, which travels in the open: keep it inside a trusted network.
+With TLS files every connection is encrypted and both ends show a certificate that the given authority signed
+(`stream_tls`). Without, what is written is protected by its grant key alone, which travels in the open: keep it inside
+a trusted network.
 """
 
 from __future__ import annotations
 
 import socket
-import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from .engine import DataPlaneUnavailable
 from .socket_engine import PROGRESS_TIMEOUT_S, SocketEngine
+from .stream_tls import StreamTls, TlsFiles
 from .timed_socket import parse_host_port, remaining_s
 from .tls_pump import pumped
 
@@ -23,15 +22,6 @@ _BACKLOG = 128
 _KEEPALIVE_IDLE_S = 15
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files: this node's certificate chain and key, and the authority that signs those of the mesh."""
-
-    certificate: Path
-    key: Path
-    authority: Path
 
 
 class StreamTransport:
@@ -50,8 +40,7 @@ class StreamTransport:
         Raises DataPlaneUnavailable.
         """
         self.protocol = "tcp" if tls is None else "tls"
-        self._server_tls = None if tls is None else _make_context(ssl.PROTOCOL_TLS_SERVER, tls)
-        self._client_tls = None if tls is None else _make_context(ssl.PROTOCOL_TLS_CLIENT, tls)
+        self._tls = None if tls is None else StreamTls(tls)
         try:
             self.listener = _listen(bind_host, port)
         except OSError as error:
@@ -62,20 +51,20 @@ class StreamTransport:
 
     def secure(self, accepted: socket.socket, deadline_s: float) -> socket.socket:
         _tune(accepted)
-        if self._server_tls is None:
+        if self._tls is None:
             return accepted
         accepted.settimeout(remaining_s(deadline_s))
-        return pumped(self._server_tls.wrap_socket(accepted, server_side=True))
+        return pumped(self._tls.accept(accepted))
 
     def connect(self, endpoint: str, deadline_s: float) -> socket.socket:
         host, port = parse_host_port(endpoint)
         connection = socket.create_connection((host, port), remaining_s(deadline_s))
         try:
             _tune(connection)
-            if self._client_tls is None:
+            if self._tls is None:
                 return connection
             connection.settimeout(remaining_s(deadline_s))
-            return pumped(self._client_tls.wrap_socket(connection, server_hostname=host))
+            return pumped(self._tls.dial(connection, host))
         except BaseException:
             connection.close()
             raise
@@ -108,16 +97,3 @@ def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-
-
-def _make_context(protocol: int, tls: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-        context.load_verify_locations(tls.authority)
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(str(path) for path in (tls.certificate, tls.key, tls.authority))
-        raise DataPlaneUnavailable(f"stream: the TLS files {files} cannot be used: {error}") from None
-    return context

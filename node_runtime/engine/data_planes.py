@@ -12,7 +12,7 @@ from cache_runtime.transfer import create_engine
 from cache_runtime.transfer.engine import DataPlaneError, TransferEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.shm_engine import host_id
-from cache_runtime.transfer.stream_engine import TlsFiles
+from cache_runtime.transfer.stream_tls import TlsFiles
 from node_runtime.config import ComputeNodeConfig
 
 _log = logging.getLogger(__name__)
@@ -46,18 +46,34 @@ def known_to_older_releases(planes: PlaneSet) -> TransferEngine:
 
 
 def _automatic(config: ComputeNodeConfig) -> tuple[str, ...]:
-    # Whoever wants encryption does not want an open port beside it.
-    return ("shm", "stream") if config.data_plane_tls_cert else ("shm", "stream", _MOONCAKE)
+    # Whoever wants encryption does not want an open port beside it, unless RDMA was asked for.
+    is_encrypted = tls_of(config) is not None and config.transfer_protocol != "rdma"
+    return ("shm", "stream") if is_encrypted else ("shm", "stream", _MOONCAKE)
 
 
-def _open(config: ComputeNodeConfig, name: str) -> TransferEngine:
-    tls = None
+def tls_of(config: ComputeNodeConfig) -> TlsFiles | None:
+    """What the stream plane of a node is encrypted with; None: it is not.
+
+    Files of its own name hosts. Those of the node's calls name roles: they write who are prefill nodes of the mesh.
+    """
     if config.data_plane_tls_cert:
-        tls = TlsFiles(
+        return TlsFiles(
             certificate=Path(config.data_plane_tls_cert),
             key=Path(config.data_plane_tls_key),
             authority=Path(config.data_plane_tls_ca),
         )
+    if not config.tls_cert or config.data_plane_tls == "off":
+        return None
+    return TlsFiles(
+        certificate=Path(config.tls_cert),
+        key=Path(config.tls_key),
+        authority=Path(config.tls_ca),
+        receiver_name=config.tls_domain,
+        writer_name=f"prefill.{config.tls_domain}",
+    )
+
+
+def _open(config: ComputeNodeConfig, name: str) -> TransferEngine:
     return create_engine(
         name,
         host=config.advertised_host(),
@@ -65,5 +81,5 @@ def _open(config: ComputeNodeConfig, name: str) -> TransferEngine:
         port=config.data_plane_port,
         protocol=config.transfer_protocol,
         device=config.rdma_device,
-        tls=tls,
+        tls=tls_of(config),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from cache_runtime.transfer.stream_engine import TlsFiles
+from cache_runtime.transfer.stream_tls import TlsFiles
 
 
 def make_tls_files(folder: Path, *, name: str = "127.0.0.1") -> TlsFiles:
@@ -26,11 +26,15 @@ DOMAIN = "pdmesh.internal"
 class MeshAuthority:
     """Signs what the roles of a mesh show."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, authority: trustme.CA | None = None) -> None:
         self._folder = folder
-        self._authority = trustme.CA()
+        self._authority = authority or trustme.CA()
         self.path = folder / "authority.pem"
         self.path.write_bytes(self._authority.cert_pem.bytes())
+
+    def copied_to(self, folder: Path) -> MeshAuthority:
+        """The same authority with files of its own."""
+        return MeshAuthority(folder, self._authority)
 
     def issue(self, role: str) -> tuple[Path, Path]:
         """Certificate and key of a node of `role`, also good for those who dial this machine by name or address."""

@@ -25,7 +25,8 @@ from cache_runtime.transfer.engine import NO_KEY, Permit, PlaneKind, Region, Spa
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
 from cache_runtime.transfer.mooncake_engine import MooncakeEngine
 from cache_runtime.transfer.shm_engine import open_shm_engine
-from cache_runtime.transfer.stream_engine import TlsFiles, open_stream_engine
+from cache_runtime.transfer.stream_engine import open_stream_engine
+from cache_runtime.transfer.stream_tls import TlsFiles
 
 PROBE_BYTES = 64
 # The product's 5 s would only make the tests about stopped peers longer.

@@ -98,6 +98,10 @@ def test_sizes_may_be_given_with_units_in_a_configuration() -> None:
         ({"rdma_device": "mlx5_0"}, "rdma_device='mlx5_0' needs transfer_protocol=rdma, got auto"),
         ({"data_plane_tls_cert": "a.pem"}, "data_plane_tls_ca go together"),
         (
+            {"data_plane_tls": "off", **{f"data_plane_tls_{name}": "x" for name in ("cert", "key", "ca")}},
+            "data_plane_tls_cert needs data_plane_tls=auto, got off",
+        ),
+        (
             {"data_plane": "shm", **{f"data_plane_tls_{name}": "x" for name in ("cert", "key", "ca")}},
             "data_plane_tls_cert needs data_plane=stream or auto, got shm",
         ),

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.certificates import make_tls_files
+from support.certificates import DOMAIN, MeshAuthority, make_tls_files
 
 from cache_runtime.transfer.engine import DataPlaneUnavailable, MissingDataPlane
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.shm_engine import host_id
 from node_runtime.config import ComputeNodeConfig
-from node_runtime.engine.data_planes import known_to_older_releases, open_planes
+from node_runtime.engine.data_planes import known_to_older_releases, open_planes, tls_of
 
 
 @pytest.fixture
@@ -73,3 +73,26 @@ def test_a_node_with_certificates_opens_no_unencrypted_port(opened: list[PlaneSe
     files.key.unlink()
     with pytest.raises(DataPlaneUnavailable, match=r"node\.key"):
         open_planes(config(data_plane="stream", **tls))
+
+
+def test_the_certificates_of_a_nodes_calls_encrypt_its_stream_as_well(opened: list[PlaneSet], tmp_path: Path) -> None:
+    settings = MeshAuthority(tmp_path).settings("decode")
+    opened.append(open_planes(config(**settings)))
+    assert [(offer.name, offer.protocol) for offer in opened[0].offers] == [("shm", "unix"), ("stream", "tls")]
+    files = tls_of(config(**settings))
+    assert files is not None
+    assert (files.receiver_name, files.writer_name) == (DOMAIN, f"prefill.{DOMAIN}")
+    opened.append(open_planes(config(**settings, data_plane_tls="off")))
+    assert ("stream", "tcp") in [(offer.name, offer.protocol) for offer in opened[1].offers]
+
+
+def test_files_of_its_own_win_and_name_the_host(tmp_path: Path) -> None:
+    own = {f"data_plane_tls_{name}": f"/own/{name}" for name in ("cert", "key", "ca")}
+    files = tls_of(config(**MeshAuthority(tmp_path).settings("decode"), **own))
+    assert files is not None
+    assert (files.certificate, files.receiver_name, files.writer_name) == (Path("/own/cert"), None, None)
+
+
+def test_rdma_that_is_asked_for_is_not_passed_over_for_encryption(tmp_path: Path) -> None:
+    with pytest.raises(DataPlaneUnavailable, match="lists none"):
+        open_planes(config(transfer_protocol="rdma", **MeshAuthority(tmp_path).settings("decode")))
