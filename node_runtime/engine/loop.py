@@ -23,12 +23,13 @@ from node_runtime.engine.live_request import LiveRequest
 from node_runtime.engine.messages import (
     AcceptFirstToken,
     Command,
+    EngineGauges,
     EngineSnapshot,
     GenerationEnded,
     GrantOffered,
-    GroupGauges,
     HandoverOffered,
     Invoke,
+    Nudge,
     PostEvents,
     RequestAdmitted,
     RequestFailed,
@@ -156,10 +157,12 @@ class EngineLoop:
         self._num_retractions = 0
         self._num_pulses = 0
         self._stopping = False
+        # Whether the last iteration found something to do, so that there may be more.
+        self._is_busy = False
         # What requests are told once the engine cannot go on.
         self._end: NodeError = InternalError("the engine of this node goes on")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._snapshot = self._take_snapshot()
+        self._gauges = self._read_gauges()
 
     def start(self) -> None:
         self._thread.start()
@@ -175,7 +178,8 @@ class EngineLoop:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        return self._snapshot
+        """After the last iteration. Made where it is asked for: steps are many, and questions few."""
+        return self._gauges.snapshot(self._group_ids)
 
     @property
     def num_pulses(self) -> int:
@@ -191,19 +195,22 @@ class EngineLoop:
         """One iteration on the caller's thread; False when there is nothing left to do. For tests and simulation."""
         if self._stopping:
             return False
-        self._drain_inbox(wait=False)
-        return not self._stopping and (self._step() or not self._inbox.empty())
+        self._iterate(wait=False)
+        return self._is_busy or not (self._stopping or self._inbox.empty())
 
     def _run(self) -> None:
         try:
-            is_busy = False
             while not self._stopping:
-                self._drain_inbox(wait=not is_busy)
-                is_busy = not self._stopping and self._step()
+                self._iterate(wait=not self._is_busy)
         except BaseException as error:
             self._break_down(error)
             while not isinstance(command := self._inbox.get(), Shutdown):
                 self._refuse(command)
+
+    def _iterate(self, *, wait: bool) -> None:
+        """With nothing new, whoever had nothing to do still has not."""
+        has_news = self._drain_inbox(wait=wait)
+        self._is_busy = (has_news or self._is_busy) and not self._stopping and self._step()
 
     def _break_down(self, error: BaseException) -> None:
         """Tells everybody who waits, and whoever can end the process."""
@@ -220,16 +227,19 @@ class EngineLoop:
 
     # Commands.
 
-    def _drain_inbox(self, *, wait: bool) -> None:
-        if wait:
-            self._handle(self._inbox.get())
+    def _drain_inbox(self, *, wait: bool) -> bool:
+        """Whether anything came but nudges."""
+        has_news = wait and self._handle(self._inbox.get())
         while not self._inbox.empty():
-            self._handle(self._inbox.get())
-        self._snapshot = self._take_snapshot()
-        self._tell_prefixes()
-        self._flush()
+            has_news = self._handle(self._inbox.get()) or has_news
+        if has_news:
+            self._gauges = self._read_gauges()
+            self._tell_prefixes()
+            self._flush()
+        return has_news
 
-    def _handle(self, command: Command) -> None:
+    def _handle(self, command: Command) -> bool:
+        """False for a nudge."""
         self._num_pulses += 1
         match command:
             case SubmitRequest():
@@ -241,11 +251,14 @@ class EngineLoop:
             case Invoke():
                 command.action()
                 # Whoever hears that the action is done may look at once.
-                self._snapshot = self._take_snapshot()
+                self._gauges = self._read_gauges()
+            case Nudge():
+                return False
             case Shutdown():
                 self._stopping = True
             case _:
                 assert_never(command)
+        return True
 
     def _submit(self, command: SubmitRequest) -> None:
         live = LiveRequest.of(command)
@@ -281,7 +294,7 @@ class EngineLoop:
             return False
         if self._prepare(plan) and plan.num_rows:
             self._forward(plan)
-        self._snapshot = self._take_snapshot()
+        self._gauges = self._read_gauges()
         self._tell_prefixes()
         self._flush()
         return True
@@ -436,25 +449,13 @@ class EngineLoop:
             if events:
                 self._on_prefix_events(events)
 
-    def _take_snapshot(self) -> EngineSnapshot:
-        capacity = self._scheduler.capacity()
-        return EngineSnapshot(
-            total_lcm_blocks=capacity.total_lcm_blocks,
-            empty_lcm_blocks=capacity.empty_lcm_blocks,
-            active_lcm_blocks=capacity.active_lcm_blocks,
-            cached_lcm_blocks=capacity.cached_lcm_blocks,
-            quarantined_lcm_blocks=capacity.quarantined_lcm_blocks,
-            num_waiting=capacity.num_waiting,
-            num_running=capacity.num_running,
-            num_live_requests=capacity.num_live_requests,
-            num_steps=self._num_steps,
-            num_retractions=self._num_retractions,
-            groups=tuple(
-                GroupGauges(group_id, group.lcm_blocks, group.cached_lcm_blocks, group.taken_blocks)
-                for group_id, group in zip(self._group_ids, capacity.groups, strict=True)
-            ),
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_step_s=self._rates.decode_step_s,
+    def _read_gauges(self) -> EngineGauges:
+        return EngineGauges(
+            self._scheduler.capacity(),
+            self._num_steps,
+            self._num_retractions,
+            self._rates.prefill_tokens_per_s,
+            self._rates.decode_step_s,
         )
 
 

@@ -5,7 +5,7 @@ Nothing mutable crosses the boundary. Times are monotonic seconds of the engine'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ from node_runtime.handoff.messages import GroupGrant
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken, SamplingParams
     from model_runtime.text.grammar import TokenMatcher
-    from scheduler_core import Event, RequestSpec
+    from scheduler_core import Capacity, Event, RequestSpec
 
 
 @unique
@@ -162,11 +162,16 @@ class Invoke:
 
 
 @dataclass(frozen=True, slots=True)
+class Nudge:
+    """Does nothing: that it was taken shows that the engine moves."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Ends the engine thread before its next step."""
 
 
-Command: TypeAlias = SubmitRequest | PostEvents | AcceptFirstToken | Invoke | Shutdown
+Command: TypeAlias = SubmitRequest | PostEvents | AcceptFirstToken | Invoke | Nudge | Shutdown
 
 
 class GroupGauges(NamedTuple):
@@ -198,3 +203,35 @@ class EngineSnapshot:
     # What was measured of late; 0 where nothing was.
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+
+
+class EngineGauges(NamedTuple):
+    """What an engine keeps after each iteration, from which a snapshot is made."""
+
+    capacity: Capacity
+    num_steps: int
+    num_retractions: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+    def snapshot(self, group_ids: Sequence[str]) -> EngineSnapshot:
+        """`group_ids` are the names of the cache groups, in the scheduler's order."""
+        capacity = self.capacity
+        return EngineSnapshot(
+            total_lcm_blocks=capacity.total_lcm_blocks,
+            empty_lcm_blocks=capacity.empty_lcm_blocks,
+            active_lcm_blocks=capacity.active_lcm_blocks,
+            cached_lcm_blocks=capacity.cached_lcm_blocks,
+            quarantined_lcm_blocks=capacity.quarantined_lcm_blocks,
+            num_waiting=capacity.num_waiting,
+            num_running=capacity.num_running,
+            num_live_requests=capacity.num_live_requests,
+            num_steps=self.num_steps,
+            num_retractions=self.num_retractions,
+            groups=tuple(
+                GroupGauges(group_id, group.lcm_blocks, group.cached_lcm_blocks, group.taken_blocks)
+                for group_id, group in zip(group_ids, capacity.groups, strict=True)
+            ),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s,
+        )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from node_runtime.engine.loop import EngineLoop
-from node_runtime.engine.messages import Invoke
+from node_runtime.engine.messages import Nudge
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class EnginePulse:
         if has_moved or not self._was_asked:
             # At most one is on its way: an engine that stands still is not buried under questions.
             self._was_asked = True
-            self._engine.post(Invoke(action=_do_nothing))
+            self._engine.post(Nudge())
         return has_moved
 
 
@@ -73,7 +73,3 @@ class EngineWatch:
             else:
                 _log.error("the engine has stood still for %g s", self._stall_bound_s)
             self._on_change()
-
-
-def _do_nothing() -> None:
-    return
