@@ -44,6 +44,8 @@ RETRY_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 # How often a configured peer that seems healthy is asked whether it still is the same process.
 WATCH_INTERVAL_S = 5.0
 _WATCH_TIMEOUT_S = 3.0
+# Streams by which the health of peers is followed are renewed after this time: no call of ours is without a deadline.
+_HEALTH_WATCH_S = 300.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -358,9 +360,9 @@ class PrefillPeers:
         num_failures = 0
         while True:
             entry.changed.clear()
-            if entry.is_ready:
+            if entry.peer is not None and entry.is_ready:
                 num_failures = 0
-                await self._watch_while_ready(entry)
+                await self._watch_while_ready(entry, entry.peer)
                 continue
             try:
                 await self._bootstrapped(entry)
@@ -375,37 +377,44 @@ class PrefillPeers:
                 num_failures += 1
                 await _wait(entry.changed, backoff_s)
 
-    async def _watch_while_ready(self, entry: _Entry) -> None:
-        """One interval, or until the peer is not ready any more."""
-        following = asyncio.create_task(self._follow_health(entry.peer)) if entry.peer is not None else None
+    async def _watch_while_ready(self, entry: _Entry, peer: PrefillPeer) -> None:
+        """Until the entry is not ready any more, or has another peer."""
+        following = asyncio.create_task(self._follow_health(peer))
         try:
-            await _wait(entry.changed, WATCH_INTERVAL_S)
+            while entry.is_ready and entry.peer is peer:
+                entry.changed.clear()
+                await _wait(entry.changed, WATCH_INTERVAL_S)
+                await self._check_alive(entry)
         finally:
-            if following is not None:
-                following.cancel()
-                await asyncio.wait((following,))
-        await self._check_alive(entry)
+            following.cancel()
+            await asyncio.wait((following,))
 
     async def _follow_health(self, peer: PrefillPeer) -> None:
         """Hears at once when the peer drains: it answers questions about itself to the end, so asking whether it is
-        alive would not tell.
+        alive would not tell. Runs until it is cancelled.
         """
-        stub = peer.channel.stub(mesh_pb2_grpc.NodeStub)
         # As in `_check_alive`.
         peer.num_users += 1
         try:
-            async with aclosing(watch_health(peer.channel, timeout_s=2 * WATCH_INTERVAL_S)) as healths:
-                async for is_serving in healths:
-                    if is_serving:
-                        continue
-                    request = mesh_pb2.GetNodeStatusRequest()
-                    status = await peer.channel.unary(stub.GetNodeStatus, request, timeout_s=_WATCH_TIMEOUT_S)
-                    if status.draining:
-                        self.note_draining(peer)
-        except NodeError as error:
-            _log.debug("the health of prefill node %s cannot be followed: %s", peer.node_id, error)
+            while True:
+                try:
+                    await self._hear_of_drain(peer)
+                except NodeError as error:
+                    _log.debug("the health of prefill node %s cannot be followed: %s", peer.node_id, error)
+                await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             await peer.release()
+
+    async def _hear_of_drain(self, peer: PrefillPeer) -> None:
+        stub = peer.channel.stub(mesh_pb2_grpc.NodeStub)
+        async with aclosing(watch_health(peer.channel, timeout_s=_HEALTH_WATCH_S)) as healths:
+            async for is_serving in healths:
+                if is_serving:
+                    continue
+                request = mesh_pb2.GetNodeStatusRequest()
+                status = await peer.channel.unary(stub.GetNodeStatus, request, timeout_s=_WATCH_TIMEOUT_S)
+                if status.draining:
+                    self.note_draining(peer)
 
     async def _check_alive(self, entry: _Entry) -> None:
         peer = entry.peer
