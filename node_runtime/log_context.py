@@ -10,8 +10,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar, Token
 from typing import TextIO
 
 _request_id: ContextVar[str] = ContextVar("pdmesh_request_id", default="")
@@ -23,18 +23,14 @@ _call: ContextVar[dict[str, str] | None] = ContextVar("pdmesh_call", default=Non
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): " "}
 
 
-@contextmanager
-def bound_request_id(request_id: str) -> Iterator[None]:
+def bound_request_id(request_id: str) -> AbstractContextManager[None]:
     """Puts `request_id` on every record logged inside."""
-    with _bound(_request_id, request_id):
-        yield
+    return _Bound(_request_id, request_id)
 
 
-@contextmanager
-def bound_trace_id(trace_id: str) -> Iterator[None]:
+def bound_trace_id(trace_id: str) -> AbstractContextManager[None]:
     """Puts `trace_id` on every record logged inside. Empty: no trace."""
-    with _bound(_trace_id, trace_id):
-        yield
+    return _Bound(_trace_id, trace_id)
 
 
 def current_request_id() -> str:
@@ -57,17 +53,27 @@ def _current(variable: ContextVar[str]) -> str:
     return variable.get() or (_call.get() or {}).get(variable.name, "")
 
 
-@contextmanager
-def _bound(variable: ContextVar[str], value: str) -> Iterator[None]:
-    token = variable.set(value)
-    if (call := _call.get()) is not None:
-        call[variable.name] = value
-    try:
-        yield
-    finally:
-        # An abandoned generator is closed by another task, whose context never saw the value.
-        with suppress(ValueError):
-            variable.reset(token)
+class _Bound:
+    """A class and no generator, because every span of every call binds something."""
+
+    __slots__ = ("_token", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[str], value: str) -> None:
+        self._variable = variable
+        self._value = value
+        self._token: Token[str] | None = None
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+        if (call := _call.get()) is not None:
+            call[self._variable.name] = self._value
+
+    def __exit__(self, *exc_info: object) -> None:
+        token, self._token = self._token, None
+        if token is not None:
+            # An abandoned generator is closed by another task, whose context never saw the value.
+            with suppress(ValueError):
+                self._variable.reset(token)
 
 
 class LineFormatter(logging.Formatter):

@@ -54,9 +54,10 @@ class ProbeBuffer:
     def __init__(self, num_slots: int = 64) -> None:
         # Shared, or shared memory could not be proved: its receiver reads the nonce from here.
         self._memory = SharedMemory(num_slots * NONCE_BYTES, "pdmesh-probes")
-        self._free: asyncio.Queue[ProbeSlot] = asyncio.Queue()
-        for index in range(num_slots):
-            self._free.put_nowait(ProbeSlot(self.base_address + index * NONCE_BYTES))
+        self._num_free = asyncio.Semaphore(num_slots)
+        # Slots that were given back, and the address of the first one that nobody has had yet.
+        self._free: list[ProbeSlot] = []
+        self._next_address = self.base_address
 
     @property
     def base_address(self) -> int:
@@ -74,9 +75,15 @@ class ProbeBuffer:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[ProbeSlot]:
         """A zeroed slot of one's own; waits for one to come free."""
-        slot = await self._free.get()
-        try:
-            slot.fill(bytes(NONCE_BYTES))
-            yield slot
-        finally:
-            self._free.put_nowait(slot)
+        async with self._num_free:
+            slot = self._free.pop() if self._free else self._make_slot()
+            try:
+                slot.fill(bytes(NONCE_BYTES))
+                yield slot
+            finally:
+                self._free.append(slot)
+
+    def _make_slot(self) -> ProbeSlot:
+        slot = ProbeSlot(self._next_address)
+        self._next_address += NONCE_BYTES
+        return slot

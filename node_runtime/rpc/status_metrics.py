@@ -137,6 +137,8 @@ class StatusMetrics:
         self._read_status = read_status
         self._last: mesh_pb2.NodeStatus | None = None
         self._looking: asyncio.Task[None] | None = None
+        if not self._is_read:
+            return
         for instrument in _GAUGES:
             metrics.observe_gauge(
                 instrument.name, instrument.unit, instrument.description, self._reading(instrument.read)

@@ -171,6 +171,10 @@ class Telemetry:
         wants the work is no failure of the one that does it: such a span is marked as cancelled, unless the deadline
         has passed.
         """
+        if self._provider is None and parent is None and not trace.get_current_span().is_recording():
+            # Whatever trace there is goes on, and nobody records this part of it.
+            yield Span(trace.get_current_span())
+            return
         started = self._tracer.start_span(
             name, context=parent._value if parent else None, kind=kind.value, attributes=attributes
         )
@@ -193,7 +197,8 @@ class Telemetry:
     def continued(self, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
         """Continues the caller's trace inside the block; malformed or absent headers mean no trace."""
         carrier = {key: value for key, value in metadata if key in _PROPAGATED_KEYS and isinstance(value, str)}
-        token = otel_context.attach(_propagator.extract(carrier, otel_context.Context()))
+        found = otel_context.Context()
+        token = otel_context.attach(_propagator.extract(carrier, found) if carrier else found)
         try:
             with bound_trace_id(current_trace_id()):
                 yield
