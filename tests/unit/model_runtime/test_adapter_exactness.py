@@ -102,22 +102,25 @@ def executor(
     checkpoint: Checkpoint | None = None,
     weights: WeightChoice = WeightChoice.AUTO,
     memory_bytes: int = 2 << 20,
+    num_threads: int = 1,
 ) -> ModelExecutor:
     return ModelExecutor(
         checkpoint or adapted.checkpoint,
         memory_bytes=memory_bytes,
         prefix_granularity=GRAIN,
         kernel_page_size=4,
-        num_threads=1,
+        num_threads=num_threads,
         tensor_ranks=ranks,
         weights=weights,
         adapters=adapted.adapters if adapters is None else adapters,
     )
 
 
-def generate(mine: ModelExecutor, prompts: Mapping[str, list[int]]) -> dict[str, list[SampledToken]]:
+def generate(
+    mine: ModelExecutor, prompts: Mapping[str, list[int]], *, token_budget: int = GRAIN + 1
+) -> dict[str, list[SampledToken]]:
     """In chunks, with log-probabilities, which show every bit of the logits."""
-    run = FusedRun(mine, token_budget=GRAIN + 1)
+    run = FusedRun(mine, token_budget=token_budget)
     adapters = {request_id: adapter_of(request_id) for request_id in prompts if adapter_of(request_id)}
     run.generate(prompts, NUM_TOKENS, SamplingParams(num_logprobs=3), adapters=adapters)
     run.assert_all_blocks_return()
@@ -163,11 +166,12 @@ def test_exact_llama_where_an_adapter_changes_some_layers_and_some_matrices_only
     assert_exact(adapted, generate(executor(adapted, adapters=tuple(sparse.values())), adapted.prompts()))
 
 
-def test_exact_llama_has_the_same_bits_alone_as_in_a_mixed_batch_and_without_any_adapter_loaded(llama: Adapted) -> None:
+def test_exact_llama_has_the_same_bits_in_any_company_any_cut_and_without_any_adapter_loaded(llama: Adapted) -> None:
     prompts = llama.prompts()
     together = generate(executor(llama), prompts)
     for request_id, prompt in list(prompts.items())[1::2]:
         assert generate(executor(llama), {request_id: prompt}) == {request_id: together[request_id]}
+    assert generate(executor(llama, num_threads=3), prompts, token_budget=64) == together
     plain = {request_id: prompt for request_id, prompt in prompts.items() if not adapter_of(request_id)}
     assert generate(executor(llama, adapters=()), plain) == {request_id: together[request_id] for request_id in plain}
 
