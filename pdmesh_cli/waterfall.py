@@ -118,6 +118,7 @@ class Waterfall:
         yield _legend()
         facts = facts_of(tuple(row.span for row in rows))
         if facts:
+            yield Text()
             yield _facts_table(facts)
 
 
