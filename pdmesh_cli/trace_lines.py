@@ -12,16 +12,16 @@ from pdmesh_cli.terminal import format_ms, printable
 from router_node.trace_store import Span
 from router_node.trace_summary import RequestSummary, summary_of
 
-_STARTED_WIDTH = 14
+_STARTED_WIDTH = 11
 _TRACE_WIDTH = 12
-_STATUS_WIDTH = 12
+_STATUS_WIDTH = 16
 _TOKENS_WIDTH = 7
-_DURATION_WIDTH = 11
+_DURATION_WIDTH = 10
 _MIN_REQUEST_WIDTH = 8
 _MAX_REQUEST_WIDTH = 32
 # Narrower than this there is no room for two ids.
 _WIDTH_FOR_TRACE_IDS = 96
-WIDTH_OF_A_FILE = 113
+WIDTH_OF_A_FILE = 112
 """Of lines that no terminal cuts: enough for whole ids."""
 _STATUS_STYLES: Mapping[str, str] = {"ok": "green", "cancelled": "yellow"}
 
@@ -38,7 +38,7 @@ class RequestLines:
         numbers = (
             f"{'prompt':>{_TOKENS_WIDTH}}",
             f"{'answer':>{_TOKENS_WIDTH}}",
-            f"{'first token':>{_DURATION_WIDTH}}",
+            f"{'1st token':>{_DURATION_WIDTH}}",
             f"{'total':>{_DURATION_WIDTH}}",
         )
         started, request = _fitted("started", _STARTED_WIDTH), _fitted("request", self._request_width)
@@ -80,7 +80,10 @@ def _fitted(text: str, width: int, *, cut: str = "…") -> str:
 
 
 def _local_time(unix_ns: int) -> str:
-    return datetime.fromtimestamp(unix_ns / 1e9).astimezone().strftime("%m-%d %H:%M:%S")
+    """The time of a request of today, date and time of another one."""
+    began = datetime.fromtimestamp(unix_ns / 1e9)
+    layout = "%H:%M:%S" if began.date() == datetime.now().date() else "%m-%d %H:%M"
+    return f"{began.strftime(layout):<{_STARTED_WIDTH}}"
 
 
 def request_object(request: Span) -> dict[str, object]:
