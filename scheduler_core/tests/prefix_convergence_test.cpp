@@ -9,38 +9,39 @@
 namespace pdmesh {
 namespace {
 
-constexpr std::int32_t kGrain = 4;
-constexpr std::int32_t kNumGrains = 8;
+constexpr std::int32_t kGrainTokens = 4;
+constexpr std::int32_t kNumPromptGrains = 8;
 
-CacheGroupSpec Full(std::string group_id = "full") {
-  return {.group_id = std::move(group_id), .block_granularity = kGrain, .cache_blocks_per_lcm_block = 1};
+CacheGroupSpec FullOf(std::string group_id = "full") {
+  return {
+      .group_id = std::move(group_id), .block_granularity = kGrainTokens, .cache_blocks_per_lcm_block = 1};
 }
-CacheGroupSpec Sliding(std::int32_t window_tokens) {
+CacheGroupSpec WindowOf(std::int32_t window_tokens) {
   return {.group_id = "sliding",
-          .block_granularity = kGrain,
+          .block_granularity = kGrainTokens,
           .cache_blocks_per_lcm_block = 1,
           .kind = AttentionKind::kSlidingWindow,
           .window_tokens = window_tokens};
 }
 
 std::vector<Digest> Chain() {
-  const std::vector<std::int32_t> tokens(kNumGrains, 5);
+  const std::vector<std::int32_t> tokens(kNumPromptGrains, 5);
   GrainChain chain(1, {});
-  chain.ExtendTo(tokens, kNumGrains);
+  chain.ExtendTo(tokens, kNumPromptGrains);
   return {chain.digests().begin(), chain.digests().end()};
 }
 
 class PrefixConvergence : public testing::Test {
  protected:
   void Build(std::vector<CacheGroupSpec> specs, std::int32_t num_lcm_blocks = 64) {
-    coordinator_ = std::make_unique<CacheCoordinator>(kGrain, num_lcm_blocks, std::move(specs));
+    coordinator_ = std::make_unique<CacheCoordinator>(kGrainTokens, num_lcm_blocks, std::move(specs));
   }
 
   // A request of `end_grain` grains that publishes them up to there and ends. Groups that take no part have
   // holes.
   void PublishUpTo(std::int32_t end_grain, const std::vector<bool>& takes_part) {
     auto tables = coordinator_->MakeTables();
-    const std::int64_t num_tokens = std::int64_t{end_grain} * kGrain;
+    const std::int64_t num_tokens = std::int64_t{end_grain} * kGrainTokens;
     std::vector<GroupDemand> demands;
     for (std::size_t group = 0; group < takes_part.size(); ++group) {
       const GroupGeometry& geometry = coordinator_->group(static_cast<std::int32_t>(group)).geometry;
@@ -76,7 +77,7 @@ class PrefixConvergence : public testing::Test {
 TEST_F(PrefixConvergence, EachGroupIsMatchedAgainAtTheBoundAnotherOneLowered) {
   for (const std::int32_t x : {1, 2}) {
     const std::int32_t y = 3 - x;
-    Build({Full(), Sliding(10), Sliding(10)});
+    Build({FullOf(), WindowOf(10), WindowOf(10)});
     PublishUpTo(8, {true, false, false});
     for (const std::int32_t boundary : {3, 7}) {  // X has blocks 0, 1, 2, 4, 5, 6
       PublishUpTo(boundary, {true, x == 1, x == 2});
@@ -96,9 +97,9 @@ TEST_F(PrefixConvergence, EachGroupIsMatchedAgainAtTheBoundAnotherOneLowered) {
 
 // behaviour: E5
 TEST_F(PrefixConvergence, TheExtentOfAGroupIsRoundedDownToAGrain) {
-  CacheGroupSpec fine = Full("fine");
+  CacheGroupSpec fine = FullOf("fine");
   fine.block_granularity = 2;
-  Build({fine, Full()}, 9);
+  Build({fine, FullOf()}, 9);
   PublishUpTo(3, {true, true});
   EXPECT_EQ(coordinator_->ProbePrefix(digests_, 8).hit_tokens, 12);
   auto tables = coordinator_->MakeTables();
@@ -112,7 +113,7 @@ TEST_F(PrefixConvergence, TheExtentOfAGroupIsRoundedDownToAGrain) {
 
 // behaviour: E7
 TEST_F(PrefixConvergence, WhatLiesAboveTheHitOrBesideItsRunIsNotMarked) {
-  Build({Full(), Sliding(5)});
+  Build({FullOf(), WindowOf(5)});
   PublishUpTo(8, {true, false});
   PublishUpTo(2, {true, true});
   PublishUpTo(4, {true, true});  // the window group has blocks 1 and 3
@@ -136,7 +137,7 @@ TEST_F(PrefixConvergence, WhatLiesAboveTheHitOrBesideItsRunIsNotMarked) {
 // behaviour: H9
 TEST_F(PrefixConvergence, ASlidingGroupPublishesAcrossTheEdgeOfTheNewGrains) {
   const auto published = [&](std::int32_t first_grain, std::int32_t end_grain) {
-    Build({Sliding(9)});
+    Build({WindowOf(9)});
     auto tables = coordinator_->MakeTables();
     const std::vector<GroupDemand> demands = {
         {.extent = DenseGrowth{.extent_tokens = 16, .reserve_tokens = 0}, .num_promised_blocks = 4}};

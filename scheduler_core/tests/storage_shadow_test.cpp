@@ -4,14 +4,10 @@
 
 #include <vector>
 
+#include "content_keys.h"
+
 namespace pdmesh {
 namespace {
-
-CacheKey Key(std::uint8_t content) {
-  Digest digest{};
-  digest[0] = content;
-  return {.name_space = 0, .group = 0, .digest = digest, .grain_offset = 0};
-}
 
 std::vector<CacheKey> Keys(std::uint8_t first, std::uint8_t end) {
   std::vector<CacheKey> keys;

@@ -5,14 +5,10 @@
 #include <memory>
 #include <vector>
 
+#include "content_keys.h"
+
 namespace pdmesh {
 namespace {
-
-CacheKey Key(std::uint8_t content, std::int32_t group = 0) {
-  Digest digest{};
-  digest[0] = content;
-  return {.name_space = 0, .group = group, .digest = digest, .grain_offset = 0};
-}
 
 // A device of 16 parents, one block each, and two groups, over a host.
 struct Tiers {
