@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from pdmesh.v1 import inference_pb2
 from support.helm_chart import (
     CHART,
     WORKLOAD_KINDS,
@@ -23,7 +24,8 @@ from support.helm_chart import (
     started_containers,
 )
 
-from node_runtime.config import NodeConfig
+from node_runtime.config import ComputeNodeConfig, NodeConfig
+from node_runtime.engine.data_planes import tls_of
 from node_runtime.rpc.health import LIVENESS_SERVICE
 from pdmesh_cli.config_commands import ROLE_CONFIGS, resolve_arguments
 from pdmesh_cli.main import app
@@ -101,6 +103,7 @@ _SHAPES: Mapping[str, Mapping[str, object]] = {
     },
 }
 _SHAPES["everything"]["model"]["source"]["alias"] = None  # type: ignore[index]
+_ROUTES = ("Ingress", "HTTPRoute", "GRPCRoute", "BackendTLSPolicy")
 _NOT_OF_KUBERNETES = ("cert-manager.io/v1", "monitoring.coreos.com/v1")
 _SELECTOR_LABELS = {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")} | {"pdmesh.io/pool"}
 every_shape = pytest.mark.parametrize("shape", _SHAPES)
@@ -217,14 +220,14 @@ def test_nodes_are_listed_where_they_can_be_reached(tmp_path: Path) -> None:
         return [f"{name}-{index}.{name}.serving.svc.cluster.local:7700" for index in range(count)]
 
     router = dict(next(config for config in configs.values() if config.role_name == "router"))
-    # Routers resolve the name of the pool that scales; decode nodes begin with the nodes that it always has.
+    # The pool that scales is resolved, by all who must know its nodes under the same addresses.
     (small,) = addresses("prefill", "small", 1)
     large = addresses("prefill", "large", 2)
     assert set(router["prefill"]) == {*large, f"dns:{small.split('.', 1)[1]}"}
     assert set(router["decode"]) == {*addresses("decode", "default", 1), *addresses("decode", "wide", 2)}
     assert set(router["fused"]) == set(addresses("fused", "spare", 1))
     decode = configs["mesh-pdmesh-decode-wide-0"]
-    assert set(dict(decode)["prefill"]) == {*large, small}
+    assert set(dict(decode)["prefill"]) == set(router["prefill"])
     assert f"{decode.advertise_host}:7700" in router["decode"]
 
 
@@ -372,7 +375,76 @@ def test_with_certificates_the_ports_of_mooncake_stay_shut() -> None:
     assert reached == [7710]
 
 
-def test_certificates_name_what_a_node_may_do_and_the_hosts_that_are_dialled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", [{"transfer_protocol": "rdma"}, {"data_plane": "mooncake"}, {"data_plane_tls": "off"}]
+)
+def test_with_certificates_mooncake_has_its_ports_where_it_was_asked_for(config: Mapping[str, object]) -> None:
+    secrets = {role: f"given-{role}" for role in _CERTIFIED}
+    manifests = render({"tls": {"enabled": True, "secrets": secrets}, "poolDefaults": {"config": config}})
+    decode = pod_template(named(manifests, "StatefulSet", "mesh-pdmesh-decode-default"))["metadata"]["labels"]
+    assert lets_through(manifests, source=decode, target=decode, port=15000)
+
+
+def test_nobody_is_let_in_from_outside_unless_that_is_asked_for() -> None:
+    assert not of_kind(render({}), *_ROUTES)
+
+
+def test_an_ingress_leads_to_the_http_api_alone() -> None:
+    values = {"ingress": {"enabled": True, "className": "c", "host": "llm.example", "tlsSecretName": "t"}}
+    manifests = render(values)
+    (ingress,) = of_kind(manifests, *_ROUTES)
+    kubernetes_validate.validate(ingress, "1.37", strict=True)
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert (rule["host"], path["path"]) == ("llm.example", "/v1")
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "t"}]
+    backend = path["backend"]["service"]
+    service = named(manifests, "Service", backend["name"])
+    assert backend["port"]["name"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+def test_routes_of_a_gateway_lead_to_what_is_for_clients() -> None:
+    values = {
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways"}],
+            "http": {"hostnames": ["llm.example"], "requestTimeout": "0s"},
+            "grpc": {"hostnames": ["grpc.example"]},
+        }
+    }
+    manifests = render(values)
+    routes = {route["kind"]: route["spec"] for route in of_kind(manifests, *_ROUTES)}
+    assert routes.keys() == {"HTTPRoute", "GRPCRoute"}
+    ports = {port["name"]: port["port"] for port in named(manifests, "Service", "mesh-pdmesh-router")["spec"]["ports"]}
+    for kind, port in (("HTTPRoute", "http"), ("GRPCRoute", "grpc")):
+        assert routes[kind]["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
+        (rule,) = routes[kind]["rules"]
+        assert rule["backendRefs"] == [{"name": "mesh-pdmesh-router", "port": ports[port]}]
+    (matched,) = routes["GRPCRoute"]["rules"][0]["matches"]
+    assert matched["method"]["service"] == inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+    assert routes["HTTPRoute"]["rules"][0]["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+    assert routes["HTTPRoute"]["rules"][0]["timeouts"] == {"request": "0s"}
+
+
+def test_a_gateway_knows_the_authority_of_the_routers_and_a_name_that_their_certificate_has() -> None:
+    gateway = {
+        "enabled": True,
+        "parentRefs": [{"name": "public"}],
+        "http": {"enabled": False},
+        "grpc": {"hostnames": ["grpc.example"]},
+        "authorityConfigMap": "authority",
+    }
+    tls = {"enabled": True, "certManager": {"issuerRef": {"name": "ca", "kind": "Issuer"}}}
+    manifests = render({"gateway": gateway, "tls": tls})
+    (policy,) = of_kind(manifests, "BackendTLSPolicy")
+    certificate = named(manifests, "Certificate", "mesh-pdmesh-router-tls")
+    assert policy["spec"]["validation"]["hostname"] in certificate["spec"]["dnsNames"]
+    assert policy["spec"]["validation"]["caCertificateRefs"][0]["name"] == "authority"
+    (target,) = policy["spec"]["targetRefs"]
+    assert named(manifests, target["kind"], target["name"])
+
+
+def test_certificates_name_what_a_node_may_do_and_no_host_but_those_that_clients_dial() -> None:
     manifests = render(_EVERYTHING)
     certificates = {
         certificate["spec"]["secretName"]: certificate["spec"] for certificate in of_kind(manifests, "Certificate")
@@ -385,10 +457,8 @@ def test_certificates_name_what_a_node_may_do_and_the_hosts_that_are_dialled(tmp
         assert set(spec["usages"]) >= {"server auth", "client auth"}
         others = {f"{other}.mesh.example" for other in (*_CERTIFIED, "fused") if other != role}
         assert not others & set(spec["dnsNames"])
-    for config in _configs(manifests, tmp_path).values():
-        if config.role_name in ("prefill", "decode"):
-            names = certificates[f"mesh-pdmesh-{config.role_name}-tls"]["dnsNames"]
-            assert "*." + config.advertise_host.split(".", 1)[1] in names
+        if role != "router":
+            assert set(spec["dnsNames"]) == {"mesh.example", f"{role}.mesh.example"}
     router_names = certificates["mesh-pdmesh-router-tls"]["dnsNames"]
     assert {"mesh-pdmesh-router", "mesh-pdmesh-router.serving.svc", "llm.example"} <= set(router_names)
 
@@ -402,11 +472,13 @@ def test_nodes_find_their_certificate_where_their_file_says(shape: str, tmp_path
         spec = pod_template(named(manifests, kind, node_id.removesuffix("-0")))["spec"]
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-        has_data_plane = config.role_name in ("prefill", "decode")
-        for prefix in ("tls", "data_plane_tls") if has_data_plane else ("tls",):
-            files = [Path(values[f"{prefix}_{name}"]) for name in ("cert", "key", "ca")]
-            assert [file.name for file in files] == ["tls.crt", "tls.key", "ca.crt"]
-            assert {mounts[str(file.parent)] for file in files} == {"tls"}
+        files = [Path(values[f"tls_{name}"]) for name in ("cert", "key", "ca")]
+        assert [file.name for file in files] == ["tls.crt", "tls.key", "ca.crt"]
+        assert {mounts[str(file.parent)] for file in files} == {"tls"}
+        if isinstance(config, ComputeNodeConfig):
+            data_plane = tls_of(config)
+            assert data_plane is not None
+            assert [data_plane.certificate, data_plane.key, data_plane.authority] == files
         is_given = shape == "model on a volume" or config.role_name == "fused"
         secret = f"given-{config.role_name}" if is_given else f"mesh-pdmesh-{config.role_name}-tls"
         assert volumes["tls"]["secret"]["secretName"] == secret

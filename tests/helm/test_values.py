@@ -41,6 +41,15 @@ _CPU_METRIC = {
 }
 
 
+_SECRETS = {role: f"given-{role}" for role in ("router", "prefill", "decode", "operator")}
+
+
+def _gateway(**changes: Mapping[str, object]) -> dict[str, object]:
+    """Values with routes of the Gateway API, of which `http` and `grpc` have these changes."""
+    own = {kind: {"hostnames": [f"{kind}.example"], **changes.get(kind, {})} for kind in ("http", "grpc")}
+    return {"gateway": {"enabled": True, "parentRefs": [{"name": "public"}], **own}}
+
+
 def _config_definition(role: str) -> dict[str, object]:
     """The schema of `config` in the values: that of a file, without what the chart decides and without the words."""
     properties = {
@@ -102,6 +111,19 @@ def test_the_schema_knows_the_options_of_every_role() -> None:
         ),
         ({"poolDefaults": {"gpus": 1}}, r"decodePools\.default\.gpus: 1 given|prefillPools\.default\.gpus: 1 given"),
         ({"fusedPools": {"a": {"gpus": 1, "config": {"tensor_parallel": 2}}}}, "tensor ranks compute on CPUs"),
+        # Routes that would lead nowhere.
+        ({"ingress": {"enabled": True}}, "ingress/host"),
+        ({"ingress": {"enabled": True, "host": "a.b"}, "router": {"http": False}}, r"set router\.http"),
+        ({"ingress": {"enabled": True, "host": "a.b", "paths": ["v1"]}}, "ingress/paths/0"),
+        ({"gateway": {"enabled": True}}, "gateway/parentRefs"),
+        (_gateway(http={"enabled": False}, grpc={"enabled": False}), "gateway"),
+        (_gateway(http={"hostnames": []}), r"gateway\.http\.hostnames: none given"),
+        (_gateway(grpc={"hostnames": ["http.example"]}), r"http\.example is among the host names of both"),
+        (_gateway() | {"tls": {"enabled": True, "secrets": _SECRETS}}, r"gateway\.authorityConfigMap: none given"),
+        (
+            _gateway() | {"tls": {"enabled": True, "secrets": _SECRETS, "clientCertificates": True}},
+            r"tls\.clientCertificates: true",
+        ),
         ({"tls": {"enabled": True}}, r"tls: give secrets\.operator, or certManager\.issuerRef"),
         (
             {
@@ -143,8 +165,10 @@ def test_the_examples_of_the_readme_make_a_mesh() -> None:
     examples = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert examples
     for example in examples:
-        names = [manifest["metadata"]["name"] for manifest in render(yaml.safe_load(example))]
-        assert "mesh-pdmesh-prefill-long" in names
+        names = {manifest["metadata"]["name"] for manifest in render(yaml.safe_load(example))}
+        assert "mesh-pdmesh-prefill-long" in names or {"HTTPRoute", "GRPCRoute"} <= {
+            manifest["kind"] for manifest in render(yaml.safe_load(example))
+        }
 
 
 def test_the_readme_describes_every_value() -> None:

@@ -22,19 +22,14 @@
 {{- $_ := set $own "http" (printf "%s:%d" $host (int $root.Values.ports.http)) -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" "fused" -}}
-{{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role "resolved" true) | fromJson).items -}}
+{{- $_ := set $own $role (include "pdmesh.addresses" (dict "root" $root "role" $role) | fromJson).items -}}
 {{- end -}}
 {{- end -}}
 {{- if eq .role "decode" -}}
-{{- $_ := set $own "prefill" (include "pdmesh.addresses" (dict "root" $root "role" "prefill" "resolved" false) | fromJson).items -}}
+{{- $_ := set $own "prefill" (include "pdmesh.addresses" (dict "root" $root "role" "prefill") | fromJson).items -}}
 {{- end -}}
 {{- if has .role (list "prefill" "decode") -}}
 {{- $_ := set $own "data_plane_port" (int $root.Values.ports.dataPlane) -}}
-{{- if $root.Values.tls.enabled -}}
-{{- $_ := set $own "data_plane_tls_cert" "/etc/pdmesh-tls/tls.crt" -}}
-{{- $_ := set $own "data_plane_tls_key" "/etc/pdmesh-tls/tls.key" -}}
-{{- $_ := set $own "data_plane_tls_ca" "/etc/pdmesh-tls/ca.crt" -}}
-{{- end -}}
 {{- end -}}
 {{- if $root.Values.tls.enabled -}}
 {{- $_ := set $own "tls_cert" "/etc/pdmesh-tls/tls.crt" -}}

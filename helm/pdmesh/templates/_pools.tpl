@@ -15,8 +15,8 @@
 {{- dict "items" $pools | toJson -}}
 {{- end -}}
 
-{{/* Where the nodes of one role can be reached, as JSON: {"items": [host:port]}. Of a pool that scales those that there always are;
-with "resolved", which is for routers, the name that stands for all of its nodes. */}}
+{{/* Where the nodes of one role can be reached, as JSON: {"items": [host:port]}; of a pool that scales, by the name that stands for all of its
+nodes. Routers and decode nodes must know a node by the same address. */}}
 {{- define "pdmesh.addresses" -}}
 {{- $root := .root -}}
 {{- $role := .role -}}
@@ -25,7 +25,7 @@ with "resolved", which is for routers, the name that stands for all of its nodes
 {{- if eq $entry.role $role -}}
 {{- $domain := include "pdmesh.poolDomain" (dict "root" $root "name" $entry.name) -}}
 {{- $port := int $root.Values.ports.grpc -}}
-{{- if and $.resolved $entry.values.autoscaling.enabled -}}
+{{- if $entry.values.autoscaling.enabled -}}
 {{- $addresses = append $addresses (printf "dns:%s:%d" $domain $port) -}}
 {{- else -}}
 {{- range $index := until (int $entry.leastReplicas) -}}
@@ -44,6 +44,15 @@ with "resolved", which is for routers, the name that stands for all of its nodes
 {{- if get $.Values (printf "%sPools" $role) -}}{{- $roles = append $roles $role -}}{{- end -}}
 {{- end -}}
 {{- dict "items" $roles | toJson -}}
+{{- end -}}
+
+{{/* Whether Mooncake moves the cache of any pool: with certificates only where it was asked for. Empty if not. */}}
+{{- define "pdmesh.opensMooncake" -}}
+{{- if not .Values.tls.enabled -}}yes{{- end -}}
+{{- range $entry := (include "pdmesh.pools" . | fromJson).items -}}
+{{- $config := $entry.values.config -}}
+{{- if or (eq (toString $config.transfer_protocol) "rdma") (eq (toString $config.data_plane) "mooncake") (eq (toString $config.data_plane_tls) "off") -}}yes{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "pdmesh.poolDomain" -}}
@@ -88,6 +97,32 @@ with "resolved", which is for routers, the name that stands for all of its nodes
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $ingress := .Values.ingress -}}
+{{- $gateway := .Values.gateway -}}
+{{- if and (not .Values.router.http) (or $ingress.enabled (and $gateway.enabled $gateway.http.enabled)) -}}
+{{- fail "ingress and gateway.http lead to the HTTP API of the routers: set router.http" -}}
+{{- end -}}
+{{- if and .Values.tls.enabled .Values.tls.clientCertificates (or $ingress.enabled $gateway.enabled) -}}
+{{- fail "tls.clientCertificates: true, but an ingress or a gateway shows no certificate of a client; use tenants" -}}
+{{- end -}}
+{{- if $gateway.enabled -}}
+{{- range $kind := list "http" "grpc" -}}
+{{- $route := get $gateway $kind -}}
+{{- if and $route.enabled (not $route.hostnames) -}}
+{{- fail (printf "gateway.%s.hostnames: none given, but HTTP and gRPC need host names of their own; give some, or set gateway.%s.enabled to false" $kind $kind) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $gateway.http.enabled $gateway.grpc.enabled -}}
+{{- range $name := $gateway.http.hostnames -}}
+{{- if has $name $gateway.grpc.hostnames -}}
+{{- fail (printf "gateway: %s is among the host names of both http and grpc, of which a gateway takes one alone" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.tls.enabled (not $gateway.authorityConfigMap) -}}
+{{- fail "gateway.authorityConfigMap: none given, but with tls a gateway must know the authority of the routers' certificate" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.model.source.image (semverCompare "<1.33.0-0" .Capabilities.KubeVersion.Version) -}}
