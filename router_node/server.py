@@ -147,7 +147,7 @@ class Router:
             interval_s=config.resolve_interval_s,
             on_change=self._update_members,
         )
-        self._observations = Observations(max_keys_per_node=config.max_prefixes_per_node)
+        self.observations = Observations(max_keys_per_node=config.max_prefixes_per_node)
         self._discovery = Discovery(
             self._pool,
             self._channels,
@@ -159,7 +159,7 @@ class Router:
         access = RouterAccess(self._tenants, MeshAccess(config.tls_domain) if config.tls_cert else None)
         self._server = RpcServer(config, self._telemetry, transport=transport, access=access)
         self._placer = Placer(
-            self._pool, policy=config.placement_policy, observations=self._observations, clock=self._clock
+            self._pool, policy=config.placement_policy, observations=self.observations, clock=self._clock
         )
         self._attendance = Attendance(self._make_attendants(), on_end=self._end_of_background)
         self._background: list[asyncio.Task[None]] = []
@@ -322,7 +322,7 @@ class Router:
             return [health.watch]
         follower = NodeFollower(
             self._channels,
-            self._observations,
+            self.observations,
             capacity_tokens=self._capacity_tokens,
             interval_s=config.follow_interval_s,
             retry_interval_s=config.poll_interval_s,
@@ -338,7 +338,7 @@ class Router:
         """Nodes came or went."""
         if self._is_started:
             for address in self._attendance.attend_to(self._pool.addresses):
-                self._observations.forget(address)
+                self.observations.forget(address)
                 parting = asyncio.create_task(self._part_with(address))
                 self._partings.add(parting)
                 parting.add_done_callback(self._partings.discard)
