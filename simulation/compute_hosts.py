@@ -10,8 +10,7 @@ from functools import partial
 from typing_extensions import override
 
 from cache_runtime.recipes.partition import TensorRank
-from cache_runtime.scheduler_bridge import pool_to_cache_groups
-from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
+from cache_runtime.transfer.manifest_builder import place_rank
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.schema import PlacementManifest
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
@@ -28,7 +27,7 @@ from simulation.engine import stepped_engine
 from simulation.hosts import Host, Surroundings
 from simulation.kernel import CallbackExecutor, Process, ProcessKilled, VirtualClock
 from simulation.ledger import GrantWatch
-from simulation.model import PREFIX_GRANULARITY, FakeExecutor, memory_plan
+from simulation.model import PREFIX_GRANULARITY, FakeExecutor, cache_shape
 from simulation.plane import SimulatedPlane
 from simulation.ranks import SimulatedRanks
 from simulation.settings import ComputeSettings, decode_config, fused_config, model_facts, prefill_config
@@ -49,12 +48,14 @@ class ComputeHost(Host):
     def __init__(self, name: str, address: str, surroundings: Surroundings, settings: ComputeSettings) -> None:
         super().__init__(name, address, surroundings)
         self.settings = settings
+        self.shape = cache_shape(settings.kind, settings.num_lcm_blocks)
         self.max_request_tokens = 0
         # That of the first rank.
         self.scheduler: WatchedScheduler | None = None
         self.node: PrefillNode | DecodeNode | None = None
         self.ranks: SimulatedRanks | None = None
         self._line: WaitingLine | None = None
+        self._hangs_until_s = 0.0
 
     @property
     def endpoint(self) -> str:
@@ -70,6 +71,7 @@ class ComputeHost(Host):
             capacity.num_live_requests == 0
             and capacity.active_lcm_blocks == capacity.quarantined_lcm_blocks == 0
             and self.num_handoffs() == 0
+            and (self.ranks is None or self.ranks.num_under_way == 0)
         )
 
     @abstractmethod
@@ -87,16 +89,16 @@ class ComputeHost(Host):
         )
 
     def clear_cache(self) -> None:
-        """After quiescence: every block must be free."""
-        if self.scheduler is None:
-            return
-        cleared = self.scheduler.clear_cache()
-        capacity = self.scheduler.capacity()
-        if not cleared or capacity.empty_lcm_blocks != capacity.total_lcm_blocks:
-            text = (
-                f"{self.name} has {capacity.empty_lcm_blocks} of {capacity.total_lcm_blocks} LCM blocks free at the end"
-            )
-            self.around.journal.find("leak", text)
+        """After quiescence: every block of every rank must be free."""
+        schedulers: list[Scheduler | None] = [self.scheduler, None if self.ranks is None else self.ranks.scheduler]
+        for rank, scheduler in enumerate(schedulers):
+            if scheduler is None:
+                continue
+            cleared = scheduler.clear_cache()
+            capacity = scheduler.capacity()
+            if not cleared or capacity.empty_lcm_blocks != capacity.total_lcm_blocks:
+                counts = f"{capacity.empty_lcm_blocks} of {capacity.total_lcm_blocks} LCM blocks"
+                self.around.journal.find("leak", f"{self.name} has {counts} of rank {rank} free at the end")
 
     @override
     def _end_process(self, *, silently: bool = False) -> None:
@@ -104,6 +106,12 @@ class ComputeHost(Host):
         if self.ranks is not None:
             self.ranks.close()
         self.scheduler = self.node = self.ranks = self._line = None
+        self._hangs_until_s = 0.0
+
+    def hang(self, for_s: float) -> None:
+        """The engine of the process that runs now does nothing for so long."""
+        if self.process is not None:
+            self._hangs_until_s = self.around.world.now_s + for_s
 
     # Tensor ranks.
 
@@ -140,27 +148,28 @@ class ComputeHost(Host):
     def make_core(self, process: Process) -> ComputeCore:
         settings, around = self.settings, self.around
         executor, *followers = executors = self._make_executors(process)
-        plan = executor.arena.plan
+        shape = self.shape
+        plan = shape.plan
         config = SchedulerConfig(
             role=self.role,
             prefix_granularity=PREFIX_GRANULARITY,
             num_lcm_blocks=settings.num_lcm_blocks,
             max_batch_size=settings.max_batch_size,
             token_budget=settings.token_budget,
-            cache_groups=pool_to_cache_groups(executor.contract),
+            cache_groups=shape.cache_groups,
             max_ready_ungranted=settings.max_ready_ungranted,
         )
         line = self._line = WaitingLine(
             needs_ready=self.role is Role.DECODE, find=partial(around.journal.find, "overtaken")
         )
         scheduler = self.scheduler = WatchedScheduler(
-            config, (_Gauges(self), line, *self._make_watches(process, executor))
+            config, (_Gauges(self), line, *self._make_watches(process, executors))
         )
         self.max_request_tokens = scheduler.max_request_tokens
         core = ComputeCore(
             executor=executor,
             scheduler=scheduler,
-            group_ids=tuple(executor.contract.group_ids),
+            group_ids=shape.group_ids,
             facts=model_facts(settings, plan.num_arena_bytes, plan.layout.token_capacity(settings.num_lcm_blocks)),
             data_plane=self._make_data_plane(process, executors),
         )
@@ -177,23 +186,22 @@ class ComputeHost(Host):
     def _make_executors(self, process: Process) -> Sequence[FakeExecutor]:
         """By rank. The first one's passes take time, and the other's end before it may go on."""
         settings, around = self.settings, self.around
-        plan = memory_plan(settings.kind, settings.num_lcm_blocks)
         on_time = partial(self._let_time_pass, process)
         if settings.num_tensor_ranks == 1:
-            return [FakeExecutor(settings.kind, plan, on_time)]
+            return [FakeExecutor(self.shape, on_time)]
         rank = Process(around.world, f"{self.name}/rank1", partial(self._on_error, f"{self.name}/rank1"))
         self.ranks = SimulatedRanks(process, rank, around.dice.of("rank", self.name))
-        leader = FakeExecutor(settings.kind, plan, on_time, self.ranks.gather, self.ranks.meet)
-        return [leader, FakeExecutor(settings.kind, plan, lambda: None)]
+        leader = FakeExecutor(self.shape, on_time, self.ranks.gather, self.ranks.meet)
+        return [leader, FakeExecutor(self.shape, lambda: None)]
 
-    def _make_watches(self, process: Process, executor: FakeExecutor) -> Sequence[SchedulerWatch]:
+    def _make_watches(self, process: Process, executors: Sequence[FakeExecutor]) -> Sequence[SchedulerWatch]:
         """What this role has to look at besides."""
-        del process, executor
+        del process, executors
         return ()
 
     def _make_data_plane(self, process: Process, executors: Sequence[FakeExecutor]) -> DataPlane | None:
         """One for the arenas of all ranks."""
-        plan, stages = executors[0].arena.plan, executors[0].stages
+        plan = self.shape.plan
         plane = SimulatedPlane(self.around.data, process, self.endpoint)
         planes = PlaneSet((plane,))
         ranks = []
@@ -208,8 +216,7 @@ class ComputeHost(Host):
                 planes=planes.offers,
             )
             ranks.append(placement)
-        logical = describe_cache(plan, stages=stages, model_fingerprint=self.settings.kind.value, weight_version="")
-        return DataPlane(planes=planes, manifest=PlacementManifest(logical=logical, ranks=tuple(ranks)))
+        return DataPlane(planes=planes, manifest=PlacementManifest(logical=self.shape.logical, ranks=tuple(ranks)))
 
     def engine_class(self, process: Process) -> type[EngineLoop]:
         line, settings = self._line, self.settings
@@ -221,7 +228,7 @@ class ComputeHost(Host):
                 line.on_posted(command)
             return command
 
-        return stepped_engine(process, receive)
+        return stepped_engine(process, receive, lambda: self._hangs_until_s)
 
     def _let_time_pass(self, process: Process) -> None:
         """One layer is computed, and the rest of the world goes on meanwhile."""
@@ -347,9 +354,9 @@ class DecodeHost(ComputeHost):
         self.run_node(process, node.start(), node.stop)
 
     @override
-    def _make_watches(self, process: Process, executor: FakeExecutor) -> Sequence[SchedulerWatch]:
-        ledger, arena = self.around.ledger, executor.arena
-        ledger.add_memory(self.endpoint, process, arena.plan, arena.base_address)
+    def _make_watches(self, process: Process, executors: Sequence[FakeExecutor]) -> Sequence[SchedulerWatch]:
+        ledger, arenas = self.around.ledger, [executor.arena for executor in executors]
+        ledger.add_memory(self.endpoint, process, arenas[0].plan, tuple(arena.base_address for arena in arenas))
         return (GrantWatch(ledger, self.endpoint),)
 
     def num_handoffs(self) -> int:

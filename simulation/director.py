@@ -12,6 +12,7 @@ from simulation.faults import (
     Drain,
     Fault,
     FlipBit,
+    Hang,
     Kill,
     KillRank,
     LateRank,
@@ -73,6 +74,8 @@ class Director:
             case Stop():
                 self._hosts[fault.host].stop_running()
                 later(fault.for_s, self._hosts[fault.host].resume)
+            case Hang():
+                self._compute[fault.host].hang(fault.for_s)
             case Drain():
                 self._operator.drain(fault.host, fault.asking, fault.restart_after_s)
             case RollingRestart():

@@ -12,6 +12,7 @@ from simulation.faults import (
     Drain,
     Fault,
     FlipBit,
+    Hang,
     Kill,
     KillRank,
     LateRank,
@@ -25,7 +26,8 @@ from simulation.faults import (
 from simulation.model import CONTEXT_TOKENS, VOCAB_SIZE, ModelKind
 from simulation.network import HANDOFF_MEDDLINGS, Meddling
 from simulation.scenario import BEGIN_S, ROUTER, Pace, Request, Scenario
-from simulation.settings import ComputeSettings
+from simulation.settings import ComputeSettings, RouterSettings
+from simulation.tenants import LIMITS, ROOMY
 
 # Nodes of the roles prefill, decode and fused.
 _MESHES = (
@@ -42,6 +44,14 @@ _MESHES = (
     (0, 0, 1),
     (0, 0, 2),
 )
+
+# How many scenarios have each of the options that most leave alone, a crowd of requests, tenants, an engine that hangs.
+_OPTION_SHARE = 0.2
+_CROWD_SHARE = 0.01
+_TENANTS_SHARE = 0.1
+_HANG_SHARE = 0.04
+_NUM_CROWD = 40
+_FAST = Pace(control_s=0.0, data_s=0.0, compute_factor=1.0)
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -64,10 +74,80 @@ def draw_scenario(seed: int) -> Scenario:
         requests=_draw_requests(rng, rng.choice((2, 3, 4, 6, 8))),
         faults=(),
     )
+    # Of a source of its own: whether there are any changes nothing else.
+    options = Random(f"{seed}/options")
+    calm = _draw_options(options, calm)
     if rng.random() < 0.05:
         return replace(calm, faults=(_draw_rolling_restart(rng, calm),))
+    if options.random() < _HANG_SHARE:
+        return replace(calm, faults=(_draw_hang(options, calm),))
     faults = tuple(_draw_fault(rng, calm) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))))
-    return replace(calm, faults=faults)
+    return replace(calm, faults=(*faults, *_draw_faults_of_options(options, calm)))
+
+
+def _draw_options(rng: Random, calm: Scenario) -> Scenario:
+    """What most scenarios leave as it is."""
+    if rng.random() < _OPTION_SHARE:
+        calm = replace(calm, router=_draw_router_settings(rng))
+    if rng.random() < _OPTION_SHARE:
+        # Twice the work, so not on the slowest nodes: who is patient must get an answer.
+        pace = replace(calm.pace, compute_factor=min(calm.pace.compute_factor, 5.0))
+        requests = tuple(replace(item, num_samples=rng.choice((1, 2, 3))) for item in calm.requests)
+        calm = replace(calm, pace=pace, requests=requests)
+    if calm.decode and rng.random() < _OPTION_SHARE:
+        calm = replace(
+            calm,
+            prefill=tuple(replace(item, num_tensor_ranks=rng.choice((1, 2))) for item in calm.prefill),
+            decode=tuple(replace(item, num_tensor_ranks=rng.choice((1, 2))) for item in calm.decode),
+        )
+    if rng.random() < _CROWD_SHARE:
+        calm = _draw_crowd(rng, calm)
+    if rng.random() < _TENANTS_SHARE:
+        requests = tuple(replace(item, tenant=rng.choice((ROOMY, *LIMITS))) for item in calm.requests)
+        calm = replace(calm, router=replace(calm.router, has_tenants=True), requests=requests)
+    return calm
+
+
+def _draw_router_settings(rng: Random) -> RouterSettings:
+    return RouterSettings(
+        placement_policy=rng.choice(("cache_aware", "cache_aware", "cache_aware", "round_robin", "pinned")),
+        follow_interval_s=rng.choice((0.0, 0.05, 0.25)),
+        hedge_after_s=rng.choice((0.0, 0.01, 0.05, 0.3)),
+        silence_timeout_s=rng.choice((1.0, 8.0)),
+    )
+
+
+def _draw_crowd(rng: Random, calm: Scenario) -> Scenario:
+    """So many short requests that the router knows what is late, and hedges it."""
+    router = replace(calm.router, hedge_after_s=0.0, hedge_percentile=rng.choice((0.5, 0.9)))
+    crowd = tuple(
+        replace(
+            rng.choice(calm.requests),
+            request_id=f"r{number}",
+            at_s=BEGIN_S + 0.02 * number,
+            max_tokens=rng.choice((1, 2)),
+            seed=rng.randrange(1 << 32),
+            num_samples=1,
+        )
+        for number in range(1, _NUM_CROWD + 1)
+    )
+    return replace(calm, pace=_FAST, router=router, requests=crowd)
+
+
+def _draw_faults_of_options(rng: Random, calm: Scenario) -> tuple[Fault, ...]:
+    """Such as concern what is optional."""
+    faults: list[Fault] = []
+    at_s = _draw_busy_moment(rng, calm)
+    mirrored = [
+        name
+        for name, settings in zip(calm.compute_names, (*calm.prefill, *calm.decode), strict=False)
+        if settings.num_tensor_ranks > 1
+    ]
+    if mirrored and rng.random() < 0.7:
+        faults.append(_draw_fault_of_rank(rng, rng.choice(mirrored), at_s))
+    if calm.router.follows and rng.random() < 0.7:
+        faults.append(_draw_fault_of_follower(rng, rng.choice(calm.compute_names), at_s))
+    return tuple(faults)
 
 
 def _draw_settings(rng: Random, kind: ModelKind, num_lcm_blocks: tuple[int, ...]) -> ComputeSettings:
@@ -139,6 +219,12 @@ def _draw_rolling_restart(rng: Random, calm: Scenario) -> Fault:
     )
 
 
+def _draw_hang(rng: Random, calm: Scenario) -> Hang:
+    """By itself, so that there is a node to go to, and as a rule for longer than anybody waits."""
+    at_s = _draw_busy_moment(rng, calm)
+    return Hang(host=rng.choice(calm.compute_names), at_s=at_s, for_s=rng.choice((3.0, 33.0, 33.0)))
+
+
 def _draw_fault(rng: Random, calm: Scenario) -> Fault:
     at_s = _draw_busy_moment(rng, calm)
     if calm.fused and (not calm.decode or rng.random() < 0.4):
@@ -188,9 +274,21 @@ def _draw_fault_of_fused(rng: Random, calm: Scenario, at_s: float) -> Fault:
         case 7:
             return _draw_meddling(rng, *rng.choice(((ROUTER, fused), (fused, ROUTER))), at_s)
         case 8 | 9:
-            return KillRank(host=fused, at_s=at_s, restart_after_s=rng.choice((0.02, 0.5)))
+            return _draw_kill_of_rank(rng, fused, at_s)
         case _:
-            return LateRank(host=fused, at_s=at_s, for_s=rng.choice((0.1, 2.0)), seconds=rng.choice((0.01, 0.2)))
+            return _draw_lateness_of_rank(rng, fused, at_s)
+
+
+def _draw_fault_of_rank(rng: Random, host: str, at_s: float) -> Fault:
+    return rng.choice((_draw_kill_of_rank, _draw_lateness_of_rank))(rng, host, at_s)
+
+
+def _draw_kill_of_rank(rng: Random, host: str, at_s: float) -> KillRank:
+    return KillRank(host=host, at_s=at_s, restart_after_s=rng.choice((0.02, 0.5)))
+
+
+def _draw_lateness_of_rank(rng: Random, host: str, at_s: float) -> LateRank:
+    return LateRank(host=host, at_s=at_s, for_s=rng.choice((0.1, 2.0)), seconds=rng.choice((0.01, 0.2)))
 
 
 def _draw_kill(rng: Random, host: str, at_s: float) -> Kill:
@@ -247,3 +345,18 @@ def _draw_meddling(rng: Random, source: str, target: str, at_s: float) -> Meddle
         kind=kind,
         seconds=rng.choice((0.01, 0.3, 3.0)) if kind is Meddling.DELAY else 0.0,
     )
+
+
+def _draw_fault_of_follower(rng: Random, node: str, at_s: float) -> Fault:
+    """What makes the router believe something of a node that is so no more."""
+    source, target = rng.choice(((ROUTER, node), (node, ROUTER)))
+    match rng.randrange(4):
+        case 0:
+            return _draw_partition(rng, (source, target), at_s)
+        case 1:
+            return _draw_kill(rng, node, at_s)
+        case 2:
+            return _draw_clear(rng, node, at_s)
+        case _:
+            nth = rng.randrange(12)
+            return MeddleWith(source=source, target=target, at_s=at_s, nth=nth, num_frames=1, kind=Meddling.BREAK)

@@ -19,6 +19,10 @@ class SteppedEngine(EngineLoop):
     _is_scheduled = False
     _is_broken = False
 
+    def rests_until_s(self) -> float:
+        """No iteration begins before."""
+        return 0.0
+
     def start(self) -> None:
         self._is_started = True
         self._schedule()
@@ -34,9 +38,13 @@ class SteppedEngine(EngineLoop):
     def _schedule(self) -> None:
         if self._is_started and not self._is_scheduled:
             self._is_scheduled = True
-            self.process.call_soon(self._iterate)
+            self.process.call_soon(self._run_iteration)
 
-    def _iterate(self) -> None:
+    def _run_iteration(self) -> None:
+        until_s = self.rests_until_s()
+        if until_s > self.process.world.now_s:
+            self.process.call_at(until_s, self._run_iteration)
+            return
         asyncio._set_running_loop(None)
         more = False
         try:
@@ -55,9 +63,11 @@ class SteppedEngine(EngineLoop):
             self._schedule()
 
 
-def stepped_engine(owner: Process, receive: Callable[[Command], Command]) -> type[SteppedEngine]:
+def stepped_engine(
+    owner: Process, receive: Callable[[Command], Command], hangs_until_s: Callable[[], float]
+) -> type[SteppedEngine]:
     """The engine of `owner`; `receive` sees every command in the order in which they come, and may put another in its
-    place.
+    place. Asked before each iteration, `hangs_until_s` says when there may be one.
     """
 
     class EngineOfProcess(SteppedEngine):
@@ -65,5 +75,8 @@ def stepped_engine(owner: Process, receive: Callable[[Command], Command]) -> typ
 
         def post(self, command: Command) -> None:
             super().post(receive(command))
+
+        def rests_until_s(self) -> float:
+            return hangs_until_s()
 
     return EngineOfProcess

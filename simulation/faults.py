@@ -64,6 +64,18 @@ class Stop:
         return f"{self.host} is stopped (SIGSTOP) for {self.for_s:g} s"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """The engine of a node stands still and goes on later; the rest of its process answers meanwhile."""
+
+    host: str
+    at_s: float
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"the engine of {self.host} hangs for {self.for_s:g} s"
+
+
 @unique
 class Asking(Enum):
     """How an operator asks a node to leave."""
@@ -210,6 +222,7 @@ Fault: TypeAlias = (
     | KillRank
     | LateRank
     | Stop
+    | Hang
     | Drain
     | RollingRestart
     | ClearCache
@@ -224,7 +237,7 @@ Fault: TypeAlias = (
 def hosts_of(fault: Fault) -> frozenset[str]:
     """Every host that a fault concerns. Clearing a cache concerns nobody: it is refused while anybody is served."""
     match fault:
-        case Kill() | KillRank() | LateRank() | Stop() | Drain() | Slow():
+        case Kill() | KillRank() | LateRank() | Stop() | Hang() | Drain() | Slow():
             return frozenset((fault.host,))
         case RollingRestart():
             return frozenset(fault.hosts)
@@ -239,7 +252,7 @@ def end_of(fault: Fault) -> float:
     match fault:
         case Kill():
             return fault.at_s + fault.restart_after_s
-        case Stop() | Partition() | Slow() | LateRank():
+        case Stop() | Hang() | Partition() | Slow() | LateRank():
             return fault.at_s + fault.for_s
         case KillRank() | Drain() | RollingRestart() | ClearCache() | MeddleWith() | LoseRun() | FlipBit():
             return fault.at_s

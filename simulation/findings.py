@@ -47,6 +47,11 @@ class Journal:
         # Processes that the scenario breaks in a way that they themselves must take for a defect.
         self.excused: set[str] = set()
         self.lines: list[str] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """The run is over: how its processes end says nothing about them."""
+        self._is_closed = True
 
     @property
     def now_s(self) -> float:
@@ -62,7 +67,7 @@ class Journal:
         self.seen[what] += 1
 
     def find(self, kind: str, text: str) -> None:
-        if len(self.findings) < _MAX_FINDINGS:
+        if len(self.findings) < _MAX_FINDINGS and not self._is_closed:
             finding = Finding(kind=kind, text=text, at_s=self._time.now_s)
             self.findings.append(finding)
             self.note("FINDING", lambda: f"{kind}: {text}")

@@ -13,6 +13,8 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 
+from typing_extensions import override
+
 from node_runtime.rpc import Telemetry
 from node_runtime.rpc.loopback import LoopbackTransport
 from router_node.server import Router
@@ -22,7 +24,7 @@ from simulation.kernel import Process, VirtualClock, World
 from simulation.ledger import Ledger
 from simulation.network import Network
 from simulation.plane import DataNetwork
-from simulation.settings import router_config, simulated_tokenizer
+from simulation.settings import RouterSettings, router_config, simulated_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +188,24 @@ class RouterHost(Host):
         name: str,
         address: str,
         surroundings: Surroundings,
+        settings: RouterSettings,
         *,
         prefill: Sequence[str],
         decode: Sequence[str],
         fused: Sequence[str],
     ) -> None:
         super().__init__(name, address, surroundings)
+        # Of the process that runs now.
+        self.router: Router | None = None
+        self._settings = settings
         self._prefill = tuple(prefill)
         self._decode = tuple(decode)
         self._fused = tuple(fused)
 
     def _start(self, process: Process) -> None:
-        router = Router(
-            router_config(self.name, self.hostname(), self.port(), self._prefill, self._decode, self._fused),
+        hostname, port, settings = self.hostname(), self.port(), self._settings
+        router = self.router = Router(
+            router_config(self.name, hostname, port, settings, self._prefill, self._decode, self._fused),
             simulated_tokenizer(),
             telemetry=Telemetry.off(),
             on_fatal=self.on_fatal,
@@ -208,3 +215,8 @@ class RouterHost(Host):
             draw=self.around.dice.of("router").random,
         )
         self.run_node(process, router.start(), router.stop)
+
+    @override
+    def _end_process(self, *, silently: bool = False) -> None:
+        super()._end_process(silently=silently)
+        self.router = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from node_runtime.rpc.options import PEER_NOTICE_BOUND_S
-from simulation.client import Answer
+from simulation.client import Answer, Sample
 from simulation.compute_hosts import ComputeHost
 from simulation.faults import FlipBit
 from simulation.findings import Journal
 from simulation.model import expected_tokens
 from simulation.plane import DRAIN_BOUND_S
 from simulation.scenario import ROUTER, Request, Scenario
+from simulation.tenants import LIMITS
 
 # With so much time no request may run out of it while nothing is wrong.
 _PATIENCE_S = 4.0
@@ -30,19 +31,16 @@ class Judge:
         self.scenario = scenario
         self.journal = journal
         self.compute = compute
+        # Everything that clients have asked for.
+        self.asked: list[Request] = []
 
     def judge(self, answer: Answer) -> None:
         """Looks at one request that has ended."""
         request, status = answer.request, answer.status
-        expected = expected_tokens(self.scenario.kind, request.prompt, request.max_tokens, request.seed)
         name = request.request_id
-        if answer.token_ids != expected[: len(answer.token_ids)]:
-            self.journal.find("wrong text", f"{name} got {answer.token_ids}, right is {expected}")
+        for index, sample in enumerate(answer.samples):
+            self._judge_text(request, index, sample, has_all=status == "OK")
         if status == "OK":
-            if len(answer.token_ids) != len(expected):
-                self.journal.find(
-                    "short text", f"{name} got {len(answer.token_ids)} of {len(expected)} tokens and an OK"
-                )
             self._judge_usage(answer)
         elif status == "LEFT":
             pass
@@ -59,6 +57,18 @@ class Judge:
                 "broken promise", f"{name} ends in {status} though one node left at a time: {answer.message}"
             )
 
+    def _judge_text(self, request: Request, index: int, sample: Sample, *, has_all: bool) -> None:
+        expected = self._expected(request, index)
+        num_tokens = len(sample.token_ids)
+        name = request.request_id if request.num_samples == 1 else f"sample {index} of {request.request_id}"
+        if sample.token_ids != expected[:num_tokens]:
+            self.journal.find("wrong text", f"{name} got {sample.token_ids}, right is {expected}")
+        if has_all and num_tokens != len(expected):
+            self.journal.find("short text", f"{name} got {num_tokens} of {len(expected)} tokens and an OK")
+
+    def _expected(self, request: Request, index: int) -> list[int]:
+        return expected_tokens(self.scenario.kind, request.prompt, request.max_tokens, request.seed + index)
+
     def _is_damaged(self) -> bool:
         return any(isinstance(fault, FlipBit) for fault in self.scenario.faults)
 
@@ -66,7 +76,7 @@ class Judge:
         """Whether no fault concerned the nodes of a request: what happens to others must not end it."""
         if not self.scenario.faults:
             return True
-        nodes = {name for placement in answer.placements for name in placement if name}
+        nodes = answer.placed_on
         return bool(nodes) and not nodes & self.scenario.touched and ROUTER not in self.scenario.touched
 
     def _has_refuge(self, request: Request) -> bool:
@@ -86,7 +96,7 @@ class Judge:
         if not scenario.is_only_drained or request.timeout_s < _PLACED_ANEW_S:
             return False
         if ROUTER in scenario.touched:
-            return bool(answer.placements)
+            return bool(answer.placed_on)
         prefill, decode, fused = self._names_that_fit(request)
         return len(fused) > 1 or (len(prefill) > 1 and len(decode) > 1) or bool(fused and prefill and decode)
 
@@ -104,20 +114,51 @@ class Judge:
         """Whether a request may fail on nodes that are well: it has little time, or it fits nowhere."""
         if status == "DEADLINE_EXCEEDED":
             return request.timeout_s < (_PATIENCE_S if not self.scenario.faults else _QUARANTINE_S)
+        if status == "RESOURCE_EXHAUSTED" and request.tenant in LIMITS:
+            # Whether it had reached its limit is seen on the network.
+            return True
         _, decode, fused = self._names_that_fit(request)
         return status == "RESOURCE_EXHAUSTED" and not decode and not fused
 
     def _judge_usage(self, answer: Answer) -> None:
-        if answer.finish is None:
+        """The prompt and what of it was cached are counted once, with the first answer."""
+        request = answer.request
+        for index, sample in enumerate(answer.samples):
+            if sample.finish is None:
+                continue
+            if sample.finish.num_replacements:
+                self.journal.count("placed anew")
+            usage = sample.finish.usage
+            cached = usage.cached
+            num_cached = cached.prefill_device + cached.decode_device + cached.host + cached.storage
+            if (
+                usage.prompt_tokens != (0 if index else len(request.prompt))
+                or usage.completion_tokens != len(sample.token_ids)
+                or num_cached > (0 if index else len(request.prompt) - 1)
+            ):
+                text = f"sample {index} of {request.request_id}: {usage}"
+                self.journal.find("usage", text.replace("\n", " "))
+            elif num_cached and not sample.finish.num_replacements and self._is_undisturbed(answer):
+                self._judge_cached(request, num_cached)
+
+    def _judge_cached(self, request: Request, num_cached: int) -> None:
+        """Nothing is found in a cache but what was computed for somebody else."""
+        others = [other for other in self.asked if other is not request and other.tenant == request.tenant]
+        if any(_common(request.prompt, other.prompt) >= num_cached for other in others):
             return
-        if answer.finish.num_replacements:
-            self.journal.count("placed anew")
-        usage, request = answer.finish.usage, answer.request
-        cached = usage.cached
-        num_cached = cached.prefill_device + cached.decode_device + cached.host + cached.storage
-        if (
-            usage.prompt_tokens != len(request.prompt)
-            or usage.completion_tokens != len(answer.token_ids)
-            or num_cached >= len(request.prompt)
-        ):
-            self.journal.find("usage", f"{request.request_id}: {usage}".replace("\n", " "))
+        for other in others:
+            texts = (self._expected(other, index) for index in range(other.num_samples))
+            if any(_common(request.prompt, (*other.prompt, *text)) >= num_cached for text in texts):
+                return
+        text = f"{request.request_id} found {num_cached} tokens of its prompt cached, which nobody else had asked for"
+        self.journal.find("usage", text)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal tokens both begin."""
+    num_tokens = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        num_tokens += 1
+    return num_tokens

@@ -35,22 +35,22 @@ class Livelock(Exception):
 class Callback:
     """A call that is due at `when_s`; stands in for asyncio's handles."""
 
-    __slots__ = ("_args", "_callback", "_context", "is_cancelled", "process", "when_s")
+    __slots__ = ("args", "context", "function", "is_cancelled", "process", "when_s")
 
     def __init__(
         self,
         process: Process,
         when_s: float,
-        callback: Callable[..., object],
+        function: Callable[..., object],
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> None:
         self.process = process
         self.when_s = when_s
         self.is_cancelled = False
-        self._callback = callback
-        self._args = args
-        self._context = contextvars.copy_context() if context is None else context
+        self.function = function
+        self.args = args
+        self.context = contextvars.copy_context() if context is None else context
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -60,14 +60,6 @@ class Callback:
 
     def when(self) -> float:
         return self.when_s
-
-    def run(self) -> None:
-        try:
-            self._context.run(self._callback, *self._args)
-        except (ProcessKilled, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            self.process.call_exception_handler({"message": "a callback failed", "exception": error})
 
 
 class World:
@@ -126,7 +118,13 @@ class World:
             set_running_loop(process.event_loop)
             self.running = process
             self.num_callbacks += 1
-            callback.run()
+            # In place, and not in a method of the callback: there are thousands of them.
+            try:
+                callback.context.run(callback.function, *callback.args)
+            except (ProcessKilled, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                process.call_exception_handler({"message": "a callback failed", "exception": error})
 
     def _advance(self, end_s: float) -> bool:
         """Moves time on to the next timer that anybody still waits for; False when there is none up to `end_s`."""

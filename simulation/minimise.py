@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from simulation.run import Outcome, simulate
 from simulation.scenario import Request, Scenario
+from simulation.settings import PLAIN_ROUTER, ComputeSettings
 
 _MAX_RUNS = 120
 
@@ -37,6 +38,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         for index in range(len(scenario.requests)):
             yield replace(scenario, requests=scenario.requests[:index] + scenario.requests[index + 1 :])
     yield from _without_nodes(scenario)
+    yield from _plainer(scenario)
     for index, request in enumerate(scenario.requests):
         for simpler in _simpler(request):
             yield replace(scenario, requests=(*scenario.requests[:index], simpler, *scenario.requests[index + 1 :]))
@@ -56,9 +58,33 @@ def _without_nodes(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, prefill=(), decode=())
 
 
+def _plainer(scenario: Scenario) -> Iterator[Scenario]:
+    """With a router of fewer traits, without tenants, or with nodes of one tensor rank."""
+    router = scenario.router
+    for plainer in (
+        replace(PLAIN_ROUTER, has_tenants=router.has_tenants),
+        replace(router, hedge_after_s=0.0, hedge_percentile=0.0),
+        replace(router, follow_interval_s=0.0),
+    ):
+        if plainer != router:
+            yield replace(scenario, router=plainer)
+    if router.has_tenants:
+        anybody = tuple(replace(request, tenant="") for request in scenario.requests)
+        yield replace(scenario, router=replace(router, has_tenants=False), requests=anybody)
+    single = replace(scenario, prefill=_of_one_rank(scenario.prefill), decode=_of_one_rank(scenario.decode))
+    if single != scenario:
+        yield single
+
+
+def _of_one_rank(nodes: tuple[ComputeSettings, ...]) -> tuple[ComputeSettings, ...]:
+    return tuple(replace(settings, num_tensor_ranks=1) for settings in nodes)
+
+
 def _simpler(request: Request) -> Iterator[Request]:
     if request.cancel_after_s is not None:
         yield replace(request, cancel_after_s=None)
+    if request.num_samples > 1:
+        yield replace(request, num_samples=1)
     if request.max_tokens > 1:
         yield replace(request, max_tokens=max(1, request.max_tokens // 2))
     if len(request.prompt) > 1:

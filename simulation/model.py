@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,11 +25,14 @@ from cache_runtime.recipes.plan import CacheLayout, CacheMemoryPlan
 from cache_runtime.recipes.rows import key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.recipes.spec import CacheFamily, layer_field_id
+from cache_runtime.scheduler_bridge import pool_to_cache_groups
+from cache_runtime.transfer.manifest_builder import describe_cache
+from cache_runtime.transfer.schema import LogicalManifest
 from model_runtime.sampler import SampledToken
+from scheduler_core import CacheGroupConfig, Plan
 
 if TYPE_CHECKING:
     from model_runtime.sampler import SamplingParams
-    from scheduler_core import Plan
 
 VOCAB_SIZE = 997
 CONTEXT_TOKENS = 128
@@ -88,12 +91,6 @@ def _recipe(kind: ModelKind) -> CacheRecipe:
                 layer_kinds=layers,
                 state_fields=(StateField(name="s", block_shape=(_STATE_BYTES // _FLOAT_BYTES,)),),
             )
-
-
-@lru_cache(maxsize=64)
-def memory_plan(kind: ModelKind, num_lcm_blocks: int) -> CacheMemoryPlan:
-    """The cache of such a model with so many parents."""
-    return _layout(kind).bind(num_lcm_blocks)
 
 
 @lru_cache(maxsize=8)
@@ -164,6 +161,50 @@ class _Layer:
     columns: tuple[_Column, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheShape:
+    """The cache of a model with some number of parents, and what follows from that; made once for all nodes that have
+    it.
+    """
+
+    plan: CacheMemoryPlan
+    group_ids: tuple[str, ...]
+    cache_groups: tuple[CacheGroupConfig, ...]
+    logical: LogicalManifest
+    layers: tuple[_Layer, ...]
+    # Per group: offset, stride and bytes of each field's blocks.
+    group_fields: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+@lru_cache(maxsize=64)
+def cache_shape(kind: ModelKind, num_lcm_blocks: int) -> CacheShape:
+    """The one of such a model with so many parents."""
+    plan = _layout(kind).bind(num_lcm_blocks)
+    contract = CacheRuntimeContract.from_plan(plan)
+    stages = [
+        [layer_field_id(index, name) for name in _field_names(layer)] for index, layer in enumerate(_LAYERS[kind])
+    ]
+    return CacheShape(
+        plan=plan,
+        group_ids=tuple(contract.group_ids),
+        cache_groups=tuple(pool_to_cache_groups(contract)),
+        logical=describe_cache(plan, stages=stages, model_fingerprint=kind.value, weight_version=""),
+        layers=_layers_of(kind, plan),
+        group_fields=tuple(
+            tuple(
+                (item.offset_bytes, item.block_stride_bytes, item.block_bytes)
+                for item in plan.fields
+                if item.group_id == group_id
+            )
+            for group_id in contract.group_ids
+        ),
+    )
+
+
+def _field_names(layer: CacheLayerType) -> str:
+    return "s" if layer is CacheLayerType.STATE else "kv"
+
+
 class Arena:
     """The bytes of a memory plan."""
 
@@ -191,41 +232,17 @@ class FakeExecutor:
 
     def __init__(
         self,
-        kind: ModelKind,
-        plan: CacheMemoryPlan,
+        shape: CacheShape,
         on_time: Callable[[], None],
         gather: Callable[[tuple[Reading, ...]], tuple[Reading, ...]] = lambda readings: readings,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        self.arena = Arena(plan)
-        self.contract = CacheRuntimeContract.from_plan(plan)
-        self._kind = kind
+        self.arena = Arena(shape.plan)
+        self._layers = shape.layers
+        self._group_fields = shape.group_fields
         self._on_time = on_time
         self._gather = gather
         self._meet = meet
-        self.stages = tuple(
-            (layer_field_id(index, "s"),)
-            if layer is CacheLayerType.STATE
-            else (layer_field_id(index, "k"), layer_field_id(index, "v"))
-            for index, layer in enumerate(_LAYERS[kind])
-        )
-
-    @cached_property
-    def _layers(self) -> tuple[_Layer, ...]:
-        return _layers_of(self._kind, self.arena.plan)
-
-    @cached_property
-    def _group_fields(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Per group: offset, stride and bytes of each field's blocks."""
-        plan = self.arena.plan
-        return tuple(
-            tuple(
-                (item.offset_bytes, item.block_stride_bytes, item.block_bytes)
-                for item in plan.fields
-                if item.group_id == group_id
-            )
-            for group_id in self.contract.group_ids
-        )
 
     def zero_blocks(self, plan: Plan) -> None:
         memory = self.arena.memory
@@ -357,13 +374,11 @@ class _Batch:
             begin += length
 
 
-@lru_cache(maxsize=64)
 def _layers_of(kind: ModelKind, plan: CacheMemoryPlan) -> tuple[_Layer, ...]:
     groups = {spec.group_id: (index, spec) for index, spec in enumerate(plan.groups)}
     layers = []
     for index, layer_kind in enumerate(_LAYERS[kind]):
-        names = "s" if layer_kind is CacheLayerType.STATE else "kv"
-        items = [plan.field(layer_field_id(index, name)) for name in names]
+        items = [plan.field(layer_field_id(index, name)) for name in _field_names(layer_kind)]
         group, spec = groups[items[0].group_id]
         if (spec.family is CacheFamily.STATE) != (layer_kind is CacheLayerType.STATE):
             raise ValueError(f"layer {index} lies in a group of another family")

@@ -68,6 +68,7 @@ class Network:
         self._listeners: dict[str, _Listener] = {}
         self._blocked: set[tuple[str, str]] = set()
         self._slow_s: dict[str, float] = {}
+        self._draws: dict[_Way, Callable[[], float]] = {}
         self._ends: list[_End] = []
         self._remembered: list[tuple[_Way, int, bytes]] = []
         self.meddler: Meddler | None = None
@@ -123,11 +124,12 @@ class Network:
         return any(listener.process.name == name for listener in self._listeners.values())
 
     def latency_s(self, way: _Way) -> float:
-        source, target = way
-        draw, slow_s = self._dice.of("latency", source, target).random, self._slow_s
-        extra_s = self._extra_latency_s
+        draw = self._draws.get(way)
+        if draw is None:
+            draw = self._draws[way] = self._dice.of("latency", *way).random
+        extra_s, slow_s = self._extra_latency_s, self._slow_s
         if slow_s:
-            extra_s += slow_s.get(source, 0.0) + slow_s.get(target, 0.0)
+            extra_s += slow_s.get(way[0], 0.0) + slow_s.get(way[1], 0.0)
         least_s, most_s = _LATENCY_S
         return least_s + (most_s - least_s) * draw() + extra_s * draw()
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 from node_runtime.errors import NodeError
-from node_runtime.rpc import ChannelPool, Transport
+from node_runtime.rpc import Transport, connect
 from node_runtime.rpc.errors import status_of
 from simulation.faults import Asking, RollingRestart
 from simulation.findings import Journal
 from simulation.hosts import Host
 from simulation.kernel import Process
+from simulation.settings import MAX_MESSAGE_BYTES
+from simulation.tenants import OPERATOR, credentials_of
 
 _CALL_TIMEOUT_S = 3.0
 _LOOK_INTERVAL_S = 0.2
@@ -31,8 +33,16 @@ class Operator:
 
     def __init__(self, process: Process, transport: Transport, hosts: Mapping[str, Host], journal: Journal) -> None:
         self._process = process
-        self._channels = ChannelPool(max_message_bytes=1 << 20, transport=transport)
         self._hosts = hosts
+        self._channels = {
+            name: connect(
+                host.address,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                transport=transport,
+                metadata=credentials_of(OPERATOR),
+            )
+            for name, host in hosts.items()
+        }
         self._journal = journal
 
     @property
@@ -52,7 +62,7 @@ class Operator:
     async def _ask_to_leave(self, name: str, asking: Asking) -> None:
         host = self._hosts[name]
         if asking is not Asking.SIGNAL:
-            channel = self._channels.get(host.address)
+            channel = self._channels[name]
             stub = channel.stub(mesh_pb2_grpc.NodeStub)
             try:
                 await channel.unary(stub.Drain, mesh_pb2.DrainRequest(), timeout_s=_CALL_TIMEOUT_S)
@@ -78,7 +88,7 @@ class Operator:
     async def _wait_until_serving(self, name: str) -> None:
         event_loop = asyncio.get_running_loop()
         end_s = event_loop.time() + _READY_BOUND_S
-        channel = self._channels.get(self._hosts[name].address)
+        channel = self._channels[name]
         stub = channel.stub(mesh_pb2_grpc.NodeStub)
         while event_loop.time() < end_s:
             try:
@@ -93,7 +103,7 @@ class Operator:
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def _clear(self, name: str) -> None:
-        channel = self._channels.get(self._hosts[name].address)
+        channel = self._channels[name]
         stub = channel.stub(mesh_pb2_grpc.NodeStub)
         num_clears = self._journal.seen[f"{name} cleared"]
         status = "OK"

@@ -95,6 +95,10 @@ class SimulatedRanks:
     num_passes_made: int = 0
     arrived: deque[bytes] = field(default_factory=deque)
     answers: deque[bytes] = field(default_factory=deque)
+    # Orders that were sent and not carried out.
+    num_under_way: int = 0
+    # Of the other rank.
+    scheduler: Scheduler | None = None
     _last_arrival_s: float = 0.0
     _follower: Follower | None = None
     _following: _FollowingExecutor | None = None
@@ -102,7 +106,7 @@ class SimulatedRanks:
 
     def follow(self, scheduler: Scheduler, executor: FakeExecutor) -> Followers:
         """Makes the follower; returns the leader's way to it."""
-        self._following = _FollowingExecutor(executor)
+        self.scheduler, self._following = scheduler, _FollowingExecutor(executor)
         self._follower = Follower(_FollowersEnd(self), scheduler, self._following)
         return Followers([_LeadersEnd(self)])
 
@@ -130,9 +134,11 @@ class SimulatedRanks:
             raise RankLost(f"{RANK_NAME} is gone: Broken pipe")
         delay_s = self.rng.uniform(*_ORDER_S) + self.lateness_s * self.rng.random()
         self._last_arrival_s = max(self._last_arrival_s, self.process.world.now_s + delay_s)
+        self.num_under_way += 1
         self.process.call_at(self._last_arrival_s, self._take, frame)
 
     def _take(self, frame: bytes) -> None:
+        self.num_under_way -= 1
         if self._follower is None:
             return
         self.arrived.append(frame)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pdmesh.v1 import handoff_pb2
 
 from node_runtime.rpc.loopback_wire import Data, Frame
+from simulation.beliefs import misbeliefs
+from simulation.calls import CallWatch
 from simulation.client import Answer, Clients
 from simulation.compute_hosts import ComputeHost, DecodeHost, FusedHost, PrefillHost
 from simulation.dice import Dice
@@ -30,6 +32,7 @@ from simulation.operations import Operator
 from simulation.plane import DataNetwork
 from simulation.scenario import BEGIN_S, ROUTER, Request, Scenario
 from simulation.streams import StreamWatch
+from simulation.tenants import ROOMY, credentials_of
 from simulation.transcript import MessageTeller
 
 # After everything healed and the last deadline passed, a node may hold something for a request for so long: the grace
@@ -41,6 +44,8 @@ _RESTART_BOUND_S = 70.0
 _DEADLINE_BOUND_S = 0.5
 # Within this time after everything healed a router knows its nodes again and nodes know one another.
 _RECOVERY_BOUND_S = 20.0
+# Within this time a router knows what its nodes have cached: a stream that broke without a word is made anew.
+_BELIEF_BOUND_S = 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +132,18 @@ class _Simulation:
             self.compute[name] = DecodeHost(name, addresses[name], around, settings, prefill)
         for name, settings in zip(scenario.fused_names, scenario.fused, strict=True):
             self.compute[name] = FusedHost(name, addresses[name], around, settings)
-        self.router = RouterHost(ROUTER, addresses[ROUTER], around, prefill=prefill, decode=decode, fused=fused)
+        self.router = RouterHost(
+            ROUTER, addresses[ROUTER], around, scenario.router, prefill=prefill, decode=decode, fused=fused
+        )
         self.hosts: dict[str, Host] = {**self.compute, ROUTER: self.router}
-        self.client = Process(self.world, "client", self._on_error)
-        self.clients: Clients | None = None
+        # By tenant.
+        self.clients: dict[str, Clients] = {}
         operator = Process(self.world, "operator", self._on_error)
         self.operator = Operator(operator, self.router.transport(operator), self.hosts, self.journal)
-        self.outside = (self.client, operator, self.director_process, self.data.carrier)
+        self.outside = (operator, self.director_process, self.data.carrier)
         self.director = Director(around, self.hosts, self.compute, self.meddling, self.operator)
         self.streams = StreamWatch(self.hosts, self.journal)
+        self.calls = CallWatch(ROUTER, may_hedge=scenario.router.hedges, touched=scenario.touched, journal=self.journal)
         self.answers: list[Answer] = []
         self.judge = Judge(scenario, self.journal, self.compute)
         self.teller = MessageTeller()
@@ -146,9 +154,10 @@ class _Simulation:
         except Livelock as error:
             self.journal.find("livelock", str(error))
         finally:
+            self.journal.close()
             for host in self.hosts.values():
                 host.close()
-            for process in self.outside:
+            for process in (*self.outside, *(clients.process for clients in self.clients.values())):
                 process.close_tasks()
         return Outcome(
             scenario=self.scenario,
@@ -165,11 +174,10 @@ class _Simulation:
         for host in self.compute.values():
             host.boot()
         self.director_process.call_at(0.2, self.router.boot)
-        self.client.call_soon(self._start_clients)
         for fault in scenario.faults:
             self.director.plan(fault)
         for request in scenario.requests:
-            self.client.call_at(request.at_s, self._ask, request)
+            self.director_process.call_at(request.at_s, self._ask, request)
         world.run_until(scenario.heal_s)
         self.director.heal()
         last_deadline_s = max(request.at_s + request.timeout_s for request in scenario.requests)
@@ -180,20 +188,28 @@ class _Simulation:
         self._ask_late_requests()
         self._wait_for_quiet()
         self._judge_leftovers()
+        self._judge_beliefs()
         for host in self.compute.values():
             host.clear_cache()
 
     # What happens.
 
-    def _start_clients(self) -> None:
-        transport = self.router.transport(self.client)
-        self.clients = Clients(self.router.address, transport, self.journal)
+    def _clients_of(self, tenant: str) -> Clients:
+        clients = self.clients.get(tenant)
+        if clients is None:
+            process = Process(self.world, f"clients of {tenant}" if tenant else "clients", self._on_error)
+            clients = self.clients[tenant] = Clients(
+                process, self.router.address, self.router.transport(process), credentials_of(tenant), self.journal
+            )
+        return clients
 
     def _ask(self, request: Request) -> None:
-        if self.clients is not None:
-            answer = Answer(request=request)
-            self.answers.append(answer)
-            self.client.create_task(self.clients.ask(answer))
+        answer = Answer.to(request)
+        self.answers.append(answer)
+        self.judge.asked.append(request)
+        if request.num_samples > 1:
+            self.journal.count("several samples")
+        self._clients_of(request.tenant).ask(answer)
 
     def _is_all_answered(self) -> bool:
         return len(self.answers) == len(self.scenario.requests) and all(answer.status for answer in self.answers)
@@ -230,8 +246,9 @@ class _Simulation:
                     max_tokens=3,
                     seed=number,
                     timeout_s=5.0,
+                    tenant=ROOMY if self.scenario.router.has_tenants else "",
                 )
-                self.client.call_soon(self._ask, request)
+                self.director_process.call_soon(self._ask, request)
                 self.world.run_until(self.world.now_s + 6.0, lambda: bool(self.answers[-1].status))
                 answer = self.answers[-1]
                 if answer.status == "OK" or self.world.now_s >= end_s:
@@ -254,6 +271,8 @@ class _Simulation:
         allowed |= dict.fromkeys(scenario.decode_names, 2 + 2 * len(scenario.prefill))
         allowed |= dict.fromkeys(scenario.fused_names, 2)
         allowed[ROUTER] = 1 + len(self.compute)
+        if scenario.router.follows:
+            allowed = {name: count + (len(self.compute) if name == ROUTER else 1) for name, count in allowed.items()}
         for name, num_allowed in allowed.items():
             process = self.hosts[name].process
             # A poll may be under way: it takes less than this.
@@ -262,6 +281,21 @@ class _Simulation:
                 self.world.run_until(self.world.now_s + 0.7)
             if process is not None and process.num_tasks > num_allowed:
                 self.journal.find("leftover", f"{name} has {process.num_tasks} coroutines, {num_allowed} are expected")
+
+    def _judge_beliefs(self) -> None:
+        """What the router believes of its nodes is so, once they had the time to tell."""
+        router = self.router.router
+        if router is None:
+            return
+        settings = self.scenario.router
+        requests = self.judge.asked if settings.placement_policy == "cache_aware" else ()
+        end_s = self.world.now_s + _BELIEF_BOUND_S
+        while wrong := misbeliefs(router.observations, self.compute, requests, is_told=settings.follows):
+            if self.world.now_s >= end_s:
+                break
+            self.world.run_until(self.world.now_s + 0.5)
+        for text in wrong:
+            self.journal.find("misbelief", text)
 
     def _judge_ends(self) -> None:
         for answer in self.answers:
@@ -278,6 +312,7 @@ class _Simulation:
 
     def _trace(self, source: str, target: str, method: str, frame: Frame) -> None:
         self.streams.on_frame(source, target, method, frame)
+        self.calls.on_frame(source, target, method, frame)
         if method != HANDOFF_METHOD or not isinstance(frame, Data):
             return
         is_request = source in self.scenario.decode_names

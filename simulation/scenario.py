@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cache_runtime.transfer.engine import PlaneKind
 from simulation.faults import ClearCache, Drain, Fault, RollingRestart, end_of, hosts_of
 from simulation.model import ModelKind
-from simulation.settings import ComputeSettings
+from simulation.settings import PLAIN_ROUTER, ComputeSettings, RouterSettings
 
 # Everybody is up and knows everybody by then.
 BEGIN_S = 3.0
@@ -20,7 +20,7 @@ ROUTER = "router"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One client. `cancel_after_s` None: it stays to the end."""
+    """One client, which wants `num_samples` answers. `cancel_after_s` None: it stays to the end."""
 
     request_id: str
     at_s: float
@@ -29,13 +29,16 @@ class Request:
     seed: int
     timeout_s: float
     cancel_after_s: float | None = None
+    num_samples: int = 1
+    # Whose it is, where the router tells clients apart.
+    tenant: str = ""
 
     def __str__(self) -> str:
         leaves = "" if self.cancel_after_s is None else f", leaves after {self.cancel_after_s:.3f} s"
-        return (
-            f"{self.request_id}: {len(self.prompt)} prompt tokens, {self.max_tokens} to generate, deadline after "
-            f"{self.timeout_s:g} s{leaves}"
-        )
+        samples = "" if self.num_samples == 1 else f" {self.num_samples} times"
+        whose = f" for {self.tenant}" if self.tenant else ""
+        wanted = f"{len(self.prompt)} prompt tokens, {self.max_tokens} to generate{samples}"
+        return f"{self.request_id}{whose}: {wanted}, deadline after {self.timeout_s:g} s{leaves}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class Scenario:
     prefill: tuple[ComputeSettings, ...]
     decode: tuple[ComputeSettings, ...]
     fused: tuple[ComputeSettings, ...] = ()
+    router: RouterSettings = PLAIN_ROUTER
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
@@ -111,6 +115,7 @@ class Scenario:
         return (
             f"seed {self.seed}: model {self.kind.value}, {self.plane.value} data plane",
             f"  {self.pace}",
+            f"  {ROUTER}: {self.router}",
             *(f"  {name}: {item}" for name, item in settings),
             *(f"  {request.at_s:.3f} s: {request}" for request in self.requests),
             *(f"  {fault.at_s:.3f} s: {fault}" for fault in self.faults),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import tokenizers
 
@@ -15,10 +16,12 @@ from node_runtime.engine.core import ModelFacts
 from node_runtime.handoff.lease import DEFAULT_LEASE_S
 from prefill_node.config import PrefillNodeConfig
 from router_node.config import RouterConfig
+from router_node.placement_policy import PolicyName
 from simulation.model import CONTEXT_TOKENS, PREFIX_GRANULARITY, VOCAB_SIZE, ModelKind
+from simulation.tenants import TENANTS_FILE
 
 MODEL_NAME = "simulated"
-_MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,43 @@ class ComputeSettings:
         return ", ".join(traits)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """What a router is configured with. By default it hedges nothing, and places by what it knows itself, so that a
+    scenario takes the same course whatever nodes would tell.
+    """
+
+    placement_policy: PolicyName = "least_loaded"
+    # 0: nodes are not followed.
+    follow_interval_s: float = 0.0
+    hedge_after_s: float = 0.0
+    hedge_percentile: float = 0.0
+    silence_timeout_s: float = 8.0
+    has_tenants: bool = False
+
+    @property
+    def hedges(self) -> bool:
+        return self.hedge_after_s > 0 or self.hedge_percentile > 0
+
+    @property
+    def follows(self) -> bool:
+        return self.follow_interval_s > 0
+
+    def __str__(self) -> str:
+        traits = [
+            f"places by {self.placement_policy}",
+            *([f"follows nodes every {self.follow_interval_s:g} s"] if self.follows else []),
+            *([f"hedges after {self.hedge_after_s:g} s"] if self.hedge_after_s else []),
+            *([f"hedges what is later than {self.hedge_percentile:.0%}"] if self.hedge_percentile else []),
+            f"bears {self.silence_timeout_s:g} s of silence",
+            *(["has tenants"] if self.has_tenants else []),
+        ]
+        return ", ".join(traits)
+
+
+PLAIN_ROUTER: Final = RouterSettings()
+
+
 def model_facts(settings: ComputeSettings, arena_bytes: int, capacity_tokens: int) -> ModelFacts:
     return ModelFacts(
         name=MODEL_NAME,
@@ -87,7 +127,7 @@ def prefill_config(name: str, host: str, port: int, settings: ComputeSettings) -
         model=MODEL_NAME,
         max_waiting_requests=settings.max_waiting_requests,
         max_ready_ungranted=settings.max_ready_ungranted,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
+        max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
 
@@ -106,7 +146,7 @@ def decode_config(
         local_prefill="fallback" if settings.prefills_locally else "never",
         max_local_prefill_tokens=settings.max_local_prefill_tokens,
         max_waiting_requests=settings.max_waiting_requests,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
+        max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
 
@@ -118,13 +158,19 @@ def fused_config(name: str, host: str, port: int, settings: ComputeSettings) -> 
         port=port,
         model=MODEL_NAME,
         max_waiting_requests=settings.max_waiting_requests,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
+        max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
 
 @lru_cache(maxsize=256)
 def router_config(
-    name: str, host: str, port: int, prefill: tuple[str, ...], decode: tuple[str, ...], fused: tuple[str, ...]
+    name: str,
+    host: str,
+    port: int,
+    settings: RouterSettings,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    fused: tuple[str, ...],
 ) -> RouterConfig:
     return RouterConfig(
         node_id=name,
@@ -137,10 +183,13 @@ def router_config(
         fused=fused,
         poll_interval_s=1.0,
         idle_poll_interval_s=15.0,
-        # By what this router itself knows: a scenario takes the same course whatever nodes would tell.
-        placement_policy="least_loaded",
-        follow_interval_s=0.0,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
+        placement_policy=settings.placement_policy,
+        follow_interval_s=settings.follow_interval_s,
+        hedge_after_s=settings.hedge_after_s,
+        hedge_percentile=settings.hedge_percentile,
+        silence_timeout_s=settings.silence_timeout_s,
+        tenants=str(TENANTS_FILE) if settings.has_tenants else "",
+        max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
 

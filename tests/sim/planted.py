@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import math
 import weakref
@@ -18,19 +20,26 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.verification import TransferVerifier
 from node_runtime.engine.loop import EngineLoop
 from node_runtime.engine.messages import PostEvents, SubmitRequest
-from node_runtime.engine.ranks.leader import MirroredScheduler
+from node_runtime.engine.ranks.leader import Followers, MirroredScheduler, _StoredByAll
 from node_runtime.engine.ranks.orders import Advance
 from node_runtime.engine.reporter import ComputeReporter
 from node_runtime.handoff.decode_session import DecodeHandoff
 from node_runtime.handoff.events import AbortScheduling, EndWithFailure, MarkQuiesced
 from node_runtime.handoff.prefill_session import PrefillHandoff
 from node_runtime.handoff.states import DecodeState
+from node_runtime.node_updates import UpdateStream
 from node_runtime.rpc.calls import CallGuard
 from prefill_node import handoff as prompt_handoff
 from prefill_node.outgoing import OutgoingTransfer, TransferDrained, TransferSummary
 from prefill_node.sender import PrefillSender
+from router_node import decode_call, request_preparation, routed_request
 from router_node.answer import Answer
-from scheduler_core import AbortEvent, DoneEvent, FinishEvent
+from router_node.decode_call import DecodeCall
+from router_node.prefix_index import PrefixIndex
+from router_node.request_preparation import RequestPreparer
+from router_node.samples import SampledRequest
+from router_node.tenants import Tenants
+from scheduler_core import AbortEvent, DoneEvent, FinishEvent, QuiescedEvent
 
 Patch = pytest.MonkeyPatch
 
@@ -251,7 +260,7 @@ def serve_the_newest_first(patch: Patch) -> None:
     """Of the requests that came during a step the last one is looked at first."""
     original = EngineLoop._drain_inbox
 
-    def drain_inbox(self: EngineLoop, *, wait: bool) -> None:
+    def drain_inbox(self: EngineLoop, *, wait: bool) -> bool:
         commands = []
         while not self._inbox.empty():
             commands.append(self._inbox.get())
@@ -260,7 +269,7 @@ def serve_the_newest_first(patch: Patch) -> None:
             *(command for command in commands if not isinstance(command, SubmitRequest)),
         ):
             self._inbox.put(command)
-        original(self, wait=wait)
+        return original(self, wait=wait)
 
     patch.setattr(EngineLoop, "_drain_inbox", drain_inbox)
 
@@ -297,6 +306,152 @@ def clear_without_clearing(patch: Patch) -> None:
     patch.setattr(ComputeReporter, "clear_cache", clear_cache)
 
 
+def keep_the_hedge_that_lost(patch: Patch) -> None:
+    """Of two attempts side by side the one that lost goes on."""
+
+    async def first_to_answer(first: DecodeCall, *, after_s, make_second, on_failure) -> DecodeCall:
+        runners = {asyncio.create_task(first.open()): first}
+        if not (await asyncio.wait(runners, timeout=after_s))[0]:
+            second = make_second()
+            if second is not None:
+                runners[asyncio.create_task(second.open())] = second
+        return await decode_call._winner_of(runners, on_failure)
+
+    patch.setattr(routed_request, "first_to_answer", first_to_answer)
+
+
+def give_the_first_tokens_twice(patch: Patch) -> None:
+    """What came while two attempts ran side by side is passed on, and again when the stream is read."""
+    original = DecodeCall.events
+
+    async def events(self: DecodeCall):
+        for event in self._held:
+            if event.WhichOneof("event") == "tokens":
+                yield event
+        async for event in original(self):
+            yield event
+
+    patch.setattr(DecodeCall, "events", events)
+
+
+def bear_any_silence(patch: Patch) -> None:
+    """A node whose connection lives is waited for, whatever it does."""
+    original = DecodeCall.__init__
+
+    def make(self: DecodeCall, **arguments) -> None:
+        original(self, **{**arguments, "silence_timeout_s": None})
+
+    patch.setattr(DecodeCall, "__init__", make)
+
+
+def draw_all_samples_alike(patch: Patch) -> None:
+    """Every sample of a request has the seed of the first one."""
+    original = request_preparation._sample_of
+
+    def sample_of(prepared, index: int):
+        made = original(prepared, index)
+        made.message.sampling.seed = prepared.message.sampling.seed
+        return made
+
+    patch.setattr(request_preparation, "_sample_of", sample_of)
+
+
+def leave_the_other_samples(patch: Patch) -> None:
+    """A request that ends before all of its samples leaves them running."""
+
+    async def responses(self: SampledRequest):
+        tasks = [asyncio.create_task(self._run(index)) for index in range(len(self._samples))]
+        num_open = len(tasks)
+        while num_open:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= item.HasField("finish")
+            yield item
+
+    patch.setattr(SampledRequest, "responses", responses)
+
+
+def believe_a_dead_process(patch: Patch) -> None:
+    """What a node had cached is taken for cached by the process that comes after it."""
+
+    def drop_keys(self: PrefixIndex, node) -> None:
+        node.sequence, node.is_full = 0, False
+
+    patch.setattr(PrefixIndex, "_drop_keys", drop_keys)
+
+
+def forget_where_a_follower_was(patch: Patch) -> None:
+    """A node tells what changes from now on, whatever the follower knows."""
+    original = UpdateStream.__init__
+
+    def make(self: UpdateStream, request, **arguments) -> None:
+        original(self, request, **arguments)
+        if self._feed is not None and request.incarnation:
+            self._sequence = self._feed.sequence
+
+    patch.setattr(UpdateStream, "__init__", make)
+
+
+def expect_prefixes_for_ever(patch: Patch) -> None:
+    """A prompt that was on its way to a node counts as cached there, also when nothing came of it."""
+    patch.setattr(PrefixIndex, "_stop_expecting", lambda self, node, keys: None)
+
+
+def keep_a_tenants_place(patch: Patch) -> None:
+    """A request counts against the limit of its tenant when it is over, too."""
+    original, kept = Tenants.using, []
+
+    @contextlib.contextmanager
+    def using(self: Tenants, name: str, num_samples: int = 1):
+        place = original(self, name, num_samples)
+        place.__enter__()
+        kept.append(place)
+        yield
+
+    patch.setattr(Tenants, "using", using)
+
+
+def ignore_the_limits_of_tenants(patch: Patch) -> None:
+    """A tenant may have as many requests running as it likes."""
+    patch.setattr(Tenants, "_check_live", lambda self, tenant, num_samples: None)
+
+
+def share_caches_between_tenants(patch: Patch) -> None:
+    """What was computed for one tenant is found by another."""
+    original = RequestPreparer.prepare
+    patch.setattr(
+        RequestPreparer, "prepare", lambda self, *arguments, tenant="", **options: original(self, *arguments, **options)
+    )
+
+
+def forget_to_mirror_the_end_of_quarantine(patch: Patch) -> None:
+    """The second tensor rank never hears that nobody writes into the blocks of a request any more."""
+
+    def advance(self: MirroredScheduler, events) -> None:
+        self._scheduler.advance(events)
+        kept = tuple(event for event in events if not isinstance(event, QuiescedEvent))
+        if kept:
+            self._followers.tell(Advance(events=kept))
+
+    patch.setattr(MirroredScheduler, "advance", advance)
+
+
+def send_what_one_rank_has_stored(patch: Patch) -> None:
+    """The rows of a stage go out when the first rank has them, whether or not the other one does."""
+
+    def stored_here(self: _StoredByAll, stage: int) -> None:
+        self._stored = stage
+        self.finish()
+
+    patch.setattr(_StoredByAll, "stored_here", stored_here)
+
+
+def grant_before_every_rank_has_zeroed(patch: Patch) -> None:
+    """Blocks are granted while the second tensor rank has yet to zero them."""
+    patch.setattr(Followers, "wait_for_answers", lambda self: None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
     """What gives a bug away: a kind of finding, and a seed that is known to show it, where a search begins."""
@@ -326,12 +481,26 @@ PLANTED: Mapping[Callable[[Patch], None], Trace] = MappingProxyType(
         send_no_states: Trace("early done", 0),
         go_on_from_the_prompt: Trace("wrong text", 62),
         compute_a_local_prompt_elsewhere: Trace("no recovery", 2),
-        count_what_a_retraction_left: Trace("usage", 393),
+        count_what_a_retraction_left: Trace("usage", 1),
         mix_up_a_mixed_batch: Trace("wrong text", 1),
         serve_the_newest_first: Trace("overtaken", 0),
         forget_to_mirror_aborts: Trace("fatal", 3),
         cut_off_what_runs_on_a_drain: Trace("cut off", 78),
         accept_work_while_draining: Trace("cut off", 198),
         clear_without_clearing: Trace("clear", 1),
+        keep_the_hedge_that_lost: Trace("left open", 38),
+        give_the_first_tokens_twice: Trace("wrong text", 4),
+        bear_any_silence: Trace("not placed anew", 665),
+        draw_all_samples_alike: Trace("wrong text", 7),
+        leave_the_other_samples: Trace("left open", 10),
+        believe_a_dead_process: Trace("misbelief", 22),
+        forget_where_a_follower_was: Trace("misbelief", 29),
+        expect_prefixes_for_ever: Trace("misbelief", 22),
+        keep_a_tenants_place: Trace("tenant", 4),
+        ignore_the_limits_of_tenants: Trace("tenant", 19),
+        share_caches_between_tenants: Trace("usage", 433),
+        forget_to_mirror_the_end_of_quarantine: Trace("fatal", 29),
+        send_what_one_rank_has_stored: Trace("wrong text", 330),
+        grant_before_every_rank_has_zeroed: Trace("wrong text", 158),
     }
 )

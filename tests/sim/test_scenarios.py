@@ -18,6 +18,7 @@ from simulation.faults import (
     Drain,
     Fault,
     FlipBit,
+    Hang,
     Kill,
     KillRank,
     LateRank,
@@ -32,7 +33,7 @@ from simulation.model import ModelKind
 from simulation.network import Meddling
 from simulation.run import Outcome, simulate
 from simulation.scenario import BEGIN_S, Pace, Request, Scenario
-from simulation.settings import ComputeSettings
+from simulation.settings import PLAIN_ROUTER, ComputeSettings, RouterSettings
 
 # Prompts take about 30 ms to compute and generations about 100 ms.
 PACE = Pace(control_s=0.0, data_s=0.01, compute_factor=10.0)
@@ -46,8 +47,11 @@ def play(
     num_decode: int = 2,
     num_fused: int = 0,
     num_requests: int = 6,
+    num_samples: int = 1,
     num_decode_ranks: int | None = None,
     cancel_after_s: float | None = None,
+    gap_s: float = 0.01,
+    router: RouterSettings = PLAIN_ROUTER,
     is_verbose: bool = False,
     **traits: object,
 ) -> Outcome:
@@ -59,12 +63,13 @@ def play(
     requests = tuple(
         Request(
             request_id=f"r{number}",
-            at_s=BEGIN_S + 0.01 * number,
+            at_s=BEGIN_S + gap_s * number,
             prompt=tuple(range(7 * number, 7 * number + 20)),
             max_tokens=8,
             seed=number,
             timeout_s=60.0,
             cancel_after_s=cancel_after_s,
+            num_samples=num_samples,
         )
         for number in range(num_requests)
     )
@@ -76,6 +81,7 @@ def play(
             prefill=(settings,) * num_prefill,
             decode=(decode,) * num_decode,
             fused=(settings,) * num_fused,
+            router=router,
             requests=requests,
             faults=faults,
         ),
@@ -281,3 +287,70 @@ def test_clients_that_leave_while_requests_give_way_leave_nothing_behind() -> No
         num_retractions += outcome.seen.get("retraction", 0)
         assert set(outcome.statuses) <= {"OK", "LEFT"}
     assert num_retractions
+
+
+@pytest.mark.parametrize("plane", PlaneKind)
+def test_a_slow_first_token_is_hedged_and_the_attempt_that_loses_leaves_nothing_behind(plane: PlaneKind) -> None:
+    """That the text is that of one attempt and that the other one ends with it is judged in every run."""
+    router = RouterSettings(hedge_after_s=0.1)
+    slow = Slow(host="prefill-1", at_s=BEGIN_S, for_s=5.0, control_s=0.0, data_s=0.0, compute_factor=20.0)
+    outcome = play(slow, plane=plane, router=router)
+    assert all_served(outcome)
+    assert outcome.seen["hedge won"]
+    hurried = play(plane=plane, router=RouterSettings(hedge_after_s=0.01))
+    assert all_served(hurried)
+    assert hurried.seen["hedge lost"]
+
+
+def test_clients_that_leave_while_two_attempts_run_leave_nothing_behind() -> None:
+    for delay_s in (0.012, 0.02, 0.05):
+        outcome = play(cancel_after_s=delay_s, router=RouterSettings(hedge_after_s=0.01))
+        assert outcome.seen["hedge"]
+        assert set(outcome.statuses[:6]) == {"LEFT"}
+
+
+def test_what_is_later_than_most_requests_were_is_hedged() -> None:
+    router = RouterSettings(hedge_percentile=0.9)
+    assert "hedge" not in play(num_requests=20, gap_s=0.1, router=router).seen
+    outcome = play(Hang(host="prefill-1", at_s=BEGIN_S + 4.0, for_s=2.0), num_requests=44, gap_s=0.1, router=router)
+    assert all_served(outcome)
+    assert outcome.seen["hedge won"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_streams_leave_a_node_whose_engine_hangs_behind_a_connection_that_lives(role: str) -> None:
+    for at_s in moments():
+        outcome = play(Hang(host=f"{role}-1", at_s=at_s, for_s=50.0), router=RouterSettings(silence_timeout_s=1.0))
+        assert all_served(outcome)
+        assert outcome.seen["placed anew"]
+
+
+@pytest.mark.parametrize("host", ["prefill-1", "decode-1"])
+def test_samples_of_one_request_are_what_requests_of_their_own_would_get_also_when_a_node_dies(host: str) -> None:
+    for at_s in moments():
+        assert all_served(play(Kill(host=host, at_s=at_s, restart_after_s=2.0), num_samples=3, num_requests=4))
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "round_robin", "pinned"])
+def test_a_router_that_follows_nodes_knows_what_is_cached_after_a_restart_and_a_cleared_cache(policy: str) -> None:
+    """What it believes in the end is judged in every run that follows nodes."""
+    router = RouterSettings(placement_policy=policy, follow_interval_s=0.05)
+    for at_s in (*moments(), BEGIN_S + 1.0):
+        restarted = Kill(host="prefill-1", at_s=at_s, restart_after_s=0.5)
+        cleared = ClearCache(host="decode-1", at_s=at_s + 2.0)
+        assert all_served(play(restarted, cleared, router=router))
+
+
+def test_a_router_that_is_cut_off_from_what_a_node_tells_serves_all_the_same() -> None:
+    router = RouterSettings(placement_policy="cache_aware", follow_interval_s=0.05)
+    for source, target in (("prefill-1", "router"), ("decode-1", "router")):
+        cut = Partition(
+            source=source,
+            target=target,
+            at_s=BEGIN_S + 0.05,
+            for_s=20.0,
+            control=True,
+            data=False,
+            is_mutual=False,
+        )
+        assert all_served(play(cut, router=router))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from simulation.campaign import explain, run_seed
 from simulation.drawing import draw_scenario
 from simulation.run import simulate
+from simulation.tenants import ROOMY
 
 FIXED_SEEDS = range(60, 120)
 NUM_FRESH_SEEDS = 40
@@ -35,6 +36,9 @@ def test_no_known_seed_breaks_a_promise_and_all_that_can_happen_does() -> None:
         "clear FAILED_PRECONDITION",
         "placed anew",
         "wrong bit",
+        "hedge won",
+        "hedge lost",
+        "several samples",
     ):
         assert seen[name], f"no known seed sees: {name}"
 
@@ -49,7 +53,8 @@ def test_no_fresh_seed_breaks_a_promise() -> None:
 def test_every_request_is_answered_when_nothing_fails() -> None:
     for seed in range(8):
         scenario = draw_scenario(seed)
-        patient = tuple(replace(item, timeout_s=15.0, cancel_after_s=None, max_tokens=3) for item in scenario.requests)
+        unhindered = {"timeout_s": 15.0, "cancel_after_s": None, "max_tokens": 3}
+        patient = tuple(replace(item, tenant=ROOMY if item.tenant else "", **unhindered) for item in scenario.requests)
         outcome = simulate(replace(scenario, faults=(), requests=patient))
         assert not outcome.findings, explain(outcome)
         assert set(outcome.statuses) == {"OK"}

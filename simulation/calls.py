@@ -1,0 +1,135 @@
+"""The calls that a router makes for each request: as many as there must be, and none that outlives its request; and
+whether it lets tenants have what is theirs, and no more.
+
+Seen from the network, so it knows neither retries nor hedges, only whether the router may make a second call beside a
+first one. Calls to nodes that a fault concerns are not judged: their connections break without a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pdmesh.v1 import decode_pb2, inference_pb2
+
+from node_runtime.rpc.loopback_wire import CancelCall, EndCall, Frame, OpenCall
+from simulation.findings import Journal
+from simulation.tenants import LIMITS, tenant_of
+
+_ASK, _GENERATE = "/pdmesh.v1.Inference/Generate", "/pdmesh.v1.Decode/Generate"
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """`calls` are the open ones by node and number, each with the number of its sample, in the order in which they were
+    made.
+    """
+
+    name: str
+    tenant: str
+    num_samples: int
+    calls: dict[tuple[str, int], int] = field(default_factory=dict)
+    # Samples that two calls were open for at once.
+    hedged: set[int] = field(default_factory=set)
+    # Of the same tenant, and live at some time while this one was.
+    rivals: list[_Request] = field(default_factory=list)
+    is_admitted: bool = False
+
+
+class CallWatch:
+    """Sees the frames of a network. `router` is a name; nodes in `touched` are not judged."""
+
+    def __init__(self, router: str, *, may_hedge: bool, touched: Collection[str], journal: Journal) -> None:
+        self._router = router
+        self._max_calls = 2 if may_hedge else 1
+        self._touched = touched
+        self._journal = journal
+        # By the client's process and the number of its call, by name, and by node and number of the router's call.
+        self._asked: dict[tuple[str, int], _Request] = {}
+        self._named: dict[str, _Request] = {}
+        self._made: dict[tuple[str, int], _Request] = {}
+
+    def on_frame(self, source: str, target: str, method: str, frame: Frame) -> None:
+        """A frame goes from `source` to `target`."""
+        if self._router in self._touched:
+            return
+        if method == _GENERATE:
+            self._on_call(source, target, frame)
+        elif method == _ASK:
+            self._on_request(source, target, frame)
+
+    # Requests.
+
+    def _on_request(self, source: str, target: str, frame: Frame) -> None:
+        if isinstance(frame, OpenCall):
+            message = inference_pb2.GenerateRequest.FromString(frame.data or b"")
+            tenant = tenant_of(frame.metadata)
+            request = _Request(message.request_id, tenant, max(1, message.num_samples))
+            for other in self._asked.values():
+                if other.tenant == tenant:
+                    request.rivals.append(other)
+                    other.rivals.append(request)
+            self._asked[source, frame.call_id] = self._named[request.name] = request
+        elif isinstance(frame, EndCall) and (request := self._asked.pop((target, frame.call_id), None)) is not None:
+            for node, call_id in request.calls:
+                self._made.pop((node, call_id))
+                self._journal.find("left open", f"{request.name} has ended, and a call to {node} for it goes on")
+            limit = LIMITS.get(request.tenant)
+            if limit is not None and frame.code.name == "RESOURCE_EXHAUSTED" and "tenant" in frame.details:
+                self._judge_refusal(request, limit)
+
+    def _judge_refusal(self, request: _Request, limit: int) -> None:
+        self._journal.count("tenant refused")
+        num_samples = request.num_samples + sum(other.num_samples for other in request.rivals)
+        if num_samples <= limit:
+            most = f"tenant {request.tenant} had at most {num_samples} requests running"
+            self._journal.find("tenant", f"{request.name} is refused, though {most}")
+
+    def _admit(self, request: _Request) -> None:
+        request.is_admitted = True
+        limit = LIMITS.get(request.tenant)
+        if limit is None:
+            return
+        live = [other for other in self._asked.values() if other.tenant == request.tenant and other.is_admitted]
+        num_samples = sum(other.num_samples for other in live)
+        if num_samples > limit:
+            text = f"tenant {request.tenant} has {num_samples} requests running, {limit} are allowed"
+            self._journal.find("tenant", text)
+
+    # What the router calls for them.
+
+    def _on_call(self, source: str, target: str, frame: Frame) -> None:
+        if isinstance(frame, OpenCall):
+            attempt = decode_pb2.DecodeRequest.FromString(frame.data or b"").request_id
+            name, _, sample = attempt.partition("~")[0].partition("+")
+            request = self._named[name]
+            if not request.is_admitted:
+                self._admit(request)
+            if target not in self._touched:
+                self._begin(request, target, frame.call_id, int(sample or 0))
+        elif isinstance(frame, CancelCall):
+            self._end(target, frame.call_id, is_given_up=True)
+        elif isinstance(frame, EndCall):
+            self._end(source, frame.call_id, is_given_up=False)
+
+    def _begin(self, request: _Request, node: str, call_id: int, sample: int) -> None:
+        request.calls[node, call_id] = sample
+        self._made[node, call_id] = request
+        num_calls = sum(other == sample for other in request.calls.values())
+        if num_calls > self._max_calls:
+            self._journal.find("many calls", f"{num_calls} calls at once for sample {sample} of {request.name}")
+        elif num_calls > 1:
+            request.hedged.add(sample)
+            self._journal.count("hedge")
+
+    def _end(self, node: str, call_id: int, *, is_given_up: bool) -> None:
+        request = self._made.pop((node, call_id), None)
+        if request is None:
+            return
+        sample = request.calls[node, call_id]
+        is_first = next(key for key, other in request.calls.items() if other == sample) == (node, call_id)
+        del request.calls[node, call_id]
+        if sample in request.hedged:
+            request.hedged.remove(sample)
+            if is_given_up:
+                self._journal.count("hedge won" if is_first else "hedge lost")
