@@ -19,6 +19,9 @@ from pdmesh_cli.terminal import printable
 
 _INTERVAL_S = 1.0
 _BAR_CELLS = 24
+_GROUP_BAR_CELLS = 12
+# Headings, legend, a gap and what is wrong with one node.
+_OTHER_LINES = 6
 # What holds the blocks of an arena, as drawn from left to right.
 _ARENA_STYLES: Mapping[str, str] = {
     "active": "green",
@@ -52,7 +55,9 @@ async def run_watch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchView:
-    """A rich renderable: one line per node, with rates since `before`. On a narrow console words are shorter."""
+    """A rich renderable: one line per node, with rates since `before`; then its cache groups and how fast it computes,
+    where there is room. On a narrow console words are shorter.
+    """
 
     look: Look
     before: Look | None = None
@@ -75,6 +80,13 @@ class WatchView:
         yield _legend()
         for report in look.reports:
             yield from _complaints(report)
+        details = _details(look.reports, layout)
+        # What would be cut off at the bottom is of less interest than what is above it.
+        if details.row_count and (
+            options.height is None or len(look.reports) + details.row_count + 6 <= options.height
+        ):
+            yield Text()
+            yield details
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +148,51 @@ def arena_bar(arena: mesh_pb2.ArenaStatus, num_cells: int = _BAR_CELLS) -> Text:
     if not total:
         return Text("-")
     held = {state: getattr(arena, f"{state}_lcm_blocks") for state in _ARENA_STYLES}
+    return _bar(held, num_cells) + Text(f" {total - held['empty']:,}/{total:,}")
+
+
+def _bar(held: Mapping[str, int], num_cells: int) -> Text:
+    """Of blocks by state, some of them not 0."""
+    total = sum(held.values())
     cells = {state: max(1, round(num_cells * count / total)) if count else 0 for state, count in held.items()}
     while sum(cells.values()) != num_cells:
         # The widest part gives or takes: nobody sees one cell of it.
         widest = max(cells, key=lambda state: cells[state])
         cells[widest] += 1 if sum(cells.values()) < num_cells else -1
-    bar = Text.assemble(*(("█" * cells[state], style) for state, style in _ARENA_STYLES.items()))
-    return bar + Text(f" {total - held['empty']:,}/{total:,}")
+    return Text.assemble(*(("█" * cells[state], style) for state, style in _ARENA_STYLES.items() if state in cells))
+
+
+def _details(reports: Sequence[NodeReport], layout: _Layout) -> Table:
+    """A line per cache group of each node, the first one with what the node measured of its speed. LCM blocks, but for
+    those that requests and the prefix cache have taken of a group.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, layout.gap, 0, 0), header_style="bold")
+    for heading in ("node", "group", "of the arena"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("in use", "cached", "taken"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("speed", no_wrap=True)
+    for report in reports:
+        if report.info is None or report.status is None:
+            continue
+        for number, group in enumerate(report.status.arena.groups):
+            first = (report.info.node_id, _speed(report.status)) if number == 0 else ("", "")
+            active = group.lcm_blocks - group.cached_lcm_blocks
+            others = report.status.arena.total_lcm_blocks - group.lcm_blocks
+            bar = _bar({"active": active, "cached": group.cached_lcm_blocks, "empty": others}, _GROUP_BAR_CELLS)
+            counts = (f"{active:,}", f"{group.cached_lcm_blocks:,}", f"{group.taken_blocks:,}")
+            table.add_row(first[0], printable(group.group_id), bar, *counts, first[1])
+    return table
+
+
+def _speed(status: mesh_pb2.NodeStatus) -> str:
+    """Of prompts, and of a step in which only completions grow. Empty where nothing was computed of late."""
+    parts = []
+    if status.prefill_tokens_per_s:
+        parts.append(f"{status.prefill_tokens_per_s:,.0f} tok/s")
+    if status.decode_step_ms:
+        parts.append(f"{status.decode_step_ms:,.1f} ms/step")
+    return ", ".join(parts)
 
 
 def _peers(status: mesh_pb2.NodeStatus, layout: _Layout) -> Text:

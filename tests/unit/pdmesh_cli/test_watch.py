@@ -80,3 +80,26 @@ def test_the_bar_has_a_cell_for_whatever_holds_a_block_and_always_the_same_width
         for style, count in (("green", active), ("blue", cached), ("red", quarantined)):
             assert (style in drawn) == bool(count)
     assert arena_bar(mesh_pb2.ArenaStatus()).plain == "-"
+
+
+def test_cache_groups_and_speeds_are_told_below_where_there_is_room() -> None:
+    groups = [
+        mesh_pb2.GroupStatus(group_id="full", lcm_blocks=30, cached_lcm_blocks=10, taken_blocks=55),
+        mesh_pb2.GroupStatus(group_id="sliding", lcm_blocks=10, cached_lcm_blocks=10, taken_blocks=4),
+    ]
+    look = Look((report(10),), 100.0)
+    status = look.reports[0].status
+    assert status is not None
+    status.arena.groups.extend(groups)
+    status.prefill_tokens_per_s, status.decode_step_ms = 1234.5, 12.25
+    lines = shown(look, width=80).splitlines()
+    (heading,) = (number for number, line in enumerate(lines) if "of the arena" in line)
+    full, sliding = (line.split() for line in lines[heading + 1 : heading + 3])
+    assert (full[:2], full[3:6]) == (["decode-1", "full"], ["20", "10", "55"])
+    assert " ".join(full[6:]) == "1,234 tok/s, 12.2 ms/step"
+    assert (sliding[0], sliding[2:]) == ("sliding", ["0", "10", "4"])
+    assert max(len(line) for line in lines) <= 80
+    low = Console(width=80, height=8, color_system=None)
+    with low.capture() as capture:
+        low.print(WatchView(look=look), height=8)
+    assert "of the arena" not in capture.get()
