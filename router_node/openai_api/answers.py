@@ -16,7 +16,7 @@ from typing import Final
 from pdmesh.v1 import inference_pb2
 
 from model_runtime.text.tokenizer import Tokenizer
-from router_node.openai_api.tool_calls import CallReader, Found, FoundCall
+from router_node.openai_api.tool_calls import CallReader, CallRules, Found, FoundCall, MoreArguments, joined
 
 JsonObject = dict[str, object]
 
@@ -31,7 +31,7 @@ class AnswerHead:
     """What all objects of one answer begin with, and what is to be told in it.
 
     `created_s` is seconds since the Unix epoch. `echo` is the prompt's text where it is to come before each sample's.
-    `callable_names` are the tools whose calls are told from text.
+    `call_rules` says how calls of tools are told from text.
     """
 
     request_id: str
@@ -40,8 +40,7 @@ class AnswerHead:
     with_logprobs: bool
     with_usage_in_stream: bool
     echo: str = ""
-    callable_names: frozenset[str] = frozenset()
-    takes_several_calls: bool = True
+    call_rules: CallRules | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,28 +149,32 @@ class ChatAnswer(AnswerShape):
 
     def _found(self, index: int, text: str) -> Sequence[Found]:
         """What is to be shown now that the text of a sample goes on with this."""
-        head = self._head
-        if not text or not head.callable_names:
+        rules = self._head.call_rules
+        if not text or rules is None:
             return [text] if text else []
-        reader = self._readers.get(index)
-        if reader is None:
-            reader = CallReader(head.callable_names, takes_several=head.takes_several_calls)
-            self._readers[index] = reader
-        return reader.feed(text)
+        if index not in self._readers:
+            self._readers[index] = rules.reader()
+        return self._readers[index].feed(text)
 
-    def _shown(self, index: int, found: Sequence[Found]) -> JsonObject:
-        """The fields of a delta or a message that show it; none for nothing."""
+    def _shown(self, index: int, found: Sequence[Found], *, is_whole: bool = False) -> JsonObject:
+        """The fields of a delta, or of a whole message, that show it; none for nothing."""
         text = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, FoundCall)]
         shown: JsonObject = {"content": text} if text else {}
-        if calls:
-            begin = self._readers[index].num_calls - len(calls)
-            shown["tool_calls"] = [self._call(index, begin + place, call) for place, call in enumerate(calls)]
-        return shown
+        calls = [part for part in joined(found) if not isinstance(part, str)]
+        if not calls:
+            return shown
+        place = self._readers[index].num_calls - sum(isinstance(call, FoundCall) for call in calls) - 1
+        shown_calls: list[JsonObject] = []
+        for call in calls:
+            place += isinstance(call, FoundCall)
+            number: JsonObject = {} if is_whole else {"index": place}
+            shown_calls.append({**number, **self._call(index, place, call)})
+        return {**shown, "tool_calls": shown_calls}
 
-    def _call(self, index: int, place: int, call: FoundCall) -> JsonObject:
+    def _call(self, index: int, place: int, call: FoundCall | MoreArguments) -> JsonObject:
+        if isinstance(call, MoreArguments):
+            return {"function": {"arguments": call.text}}
         return {
-            "index": place,
             "id": f"call_{self._head.request_id}_{index}_{place}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
@@ -179,10 +182,9 @@ class ChatAnswer(AnswerShape):
 
     def _whole_choice(self, index: int, deltas: Sequence[inference_pb2.Delta], reason: str) -> JsonObject:
         tokens = [token for delta in deltas for token in delta.tokens]
-        text = "".join(delta.text for delta in deltas)
-        begun = self._found(index, text)
+        begun = self._found(index, "".join(delta.text for delta in deltas))
         reader = self._readers.get(index)
-        shown = self._shown(index, begun if reader is None else [*begun, *reader.finish()])
+        shown = self._shown(index, begun if reader is None else [*begun, *reader.finish()], is_whole=True)
         num_calls = 0 if reader is None else reader.num_calls
         # Where there is nothing but calls the API has no text, not an empty one.
         message = {"role": "assistant", "content": None if num_calls else "", "refusal": None, **shown}

@@ -223,8 +223,7 @@ class _Generation:
                 with_logprobs=body.num_logprobs is not None,
                 with_usage_in_stream=body.wants_usage_in_stream,
                 echo=body.echo_text(self._parts.tokenizer),
-                callable_names=body.callable_names(),
-                takes_several_calls=body.takes_several_calls,
+                call_rules=body.call_rules(),
             )
             shape = self._shape(head, self._parts.tokenizer)
             async with aclosing(self._parts.inference.Generate(asked, context)) as responses:

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 from model_runtime.text.tokenizer import Tokenizer
 from router_node.openai_api.chat_messages import Choice, Function, Message, StrictModel, Tool
 from router_node.openai_api.failures import BadBody
-from router_node.openai_api.tool_calls import forced_call_schema
+from router_node.openai_api.tool_calls import CallRules, forced_call_schema
 
 _UINT32_MAX: Final = 2**32 - 1
 _UINT64_MASK: Final = 2**64 - 1
@@ -150,13 +150,9 @@ class GenerationBody(StrictModel, ABC):
         """`field_names` for this body."""
         return self.field_names
 
-    def callable_names(self) -> frozenset[str]:
-        """The tools whose calls are to be told from text."""
-        return frozenset()
-
-    @property
-    def takes_several_calls(self) -> bool:
-        return True
+    def call_rules(self) -> CallRules | None:
+        """How calls of tools are told from text; None where there are no tools."""
+        return None
 
     def _refused(self) -> Mapping[str, bool]:
         """Whether each field that the mesh cannot honour asks for something."""
@@ -245,12 +241,15 @@ class ChatBody(GenerationBody):
             raise BadBody("max_tokens: not allowed beside max_completion_tokens, which replaces it", param="max_tokens")
         return self.max_completion_tokens
 
-    @property
-    def takes_several_calls(self) -> bool:
-        return self.parallel_tool_calls is not False
-
-    def callable_names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self._shown_tools())
+    def call_rules(self) -> CallRules | None:
+        names = frozenset(tool.function.name for tool in self._shown_tools())
+        if not names:
+            return None
+        return CallRules(
+            names=names,
+            takes_several=self.parallel_tool_calls is not False,
+            is_forced=bool(self._forced_functions()),
+        )
 
     def own_field_names(self) -> Mapping[str, str]:
         if not self._forced_functions():

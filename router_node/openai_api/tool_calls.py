@@ -9,9 +9,10 @@ Source: Hermes function calling, github.com/NousResearch/Hermes-Function-Calling
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
@@ -21,6 +22,8 @@ _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 # What models are taught to call the arguments.
 _ARGUMENTS: Final = ("arguments", "parameters")
+# Of a forced call, up to the first character of its arguments.
+_BEGINNING: Final = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,63 @@ class FoundCall:
     arguments: str
 
 
-Found: TypeAlias = str | FoundCall
-"""Text for the reader of the answer, or a call."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreArguments:
+    """What the arguments of the call before it go on with."""
+
+    text: str
+
+
+Found: TypeAlias = str | FoundCall | MoreArguments
+"""Text for the reader of the answer, or a call, or more of one."""
+
+
+def joined(found: Iterable[Found]) -> list[Found]:
+    """The same with calls and what follows of their arguments as one."""
+    parts: list[Found] = []
+    for part in found:
+        last = parts[-1] if parts else None
+        if isinstance(part, MoreArguments) and isinstance(last, FoundCall):
+            parts[-1] = FoundCall(name=last.name, arguments=last.arguments + part.text)
+        elif isinstance(part, MoreArguments) and isinstance(last, MoreArguments):
+            parts[-1] = MoreArguments(text=last.text + part.text)
+        else:
+            parts.append(part)
+    return parts
+
+
+class CallReader(Protocol):
+    """Takes the text of one sample piece by piece and says what in it is text and what a call."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were found by now."""
+        ...
+
+    def feed(self, text: str) -> list[Found]:
+        """What is known of the text with this piece of it."""
+        ...
+
+    def finish(self) -> list[Found]:
+        """What was held back, at the end of the text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """How the calls of an answer are found. `names` are those of the tools; without `takes_several` only the first call
+    counts. `is_forced`: the text has the form of `forced_call_schema`.
+    """
+
+    names: frozenset[str]
+    takes_several: bool = True
+    is_forced: bool = False
+
+    def reader(self) -> CallReader:
+        """For one sample."""
+        if self.is_forced:
+            return ForcedCallReader()
+        return FreeCallReader(self.names, takes_several=self.takes_several)
 
 
 def forced_call_schema(functions: Sequence[Function]) -> str:
@@ -67,14 +125,12 @@ def _moved_below(root: str, schema: JsonValue) -> JsonValue:
     return moved
 
 
-class CallReader:
-    """Takes the text of one sample piece by piece and says what in it is text and what a call.
-
-    Text that may turn out to be a call is held back until that is known. What only looks like a call is text.
+class FreeCallReader:
+    """Of a model that may call or not. Text that may turn out to be a call is held back until that is known; what only
+    looks like a call is text.
     """
 
     def __init__(self, names: Iterable[str], *, takes_several: bool) -> None:
-        """`names` are those of the tools that there are; without `takes_several` only the first call counts."""
         self._names = frozenset(names)
         self._takes_several = takes_several
         self._held = ""
@@ -85,11 +141,9 @@ class CallReader:
 
     @property
     def num_calls(self) -> int:
-        """Calls that were found by now."""
         return self._num_calls
 
     def feed(self, text: str) -> list[Found]:
-        """What is known of the text with this piece of it."""
         self._held += text
         if not self._has_begun:
             first = self._held.lstrip()[:1]
@@ -103,7 +157,6 @@ class CallReader:
         return self._counted(found)
 
     def finish(self) -> list[Found]:
-        """What was held back, at the end of the text."""
         rest, self._held = self._held, ""
         if not rest:
             return []
@@ -154,6 +207,59 @@ class CallReader:
             else:
                 self._space_behind_call += part
         return kept
+
+
+class ForcedCallReader:
+    """Of a model that writes one call and nothing else: its arguments are told as they come."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._num_calls = 0
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+        self._is_complete = False
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    def feed(self, text: str) -> list[Found]:
+        if self._num_calls:
+            arguments = self._arguments_in(text)
+            return [MoreArguments(text=arguments)] if arguments else []
+        self._held += text
+        begun = _BEGINNING.match(self._held)
+        if begun is None:
+            return []
+        rest, self._held = self._held[begun.end() :], ""
+        self._num_calls = 1
+        return [FoundCall(name=json.loads(begun["name"]), arguments=self._arguments_in(rest))]
+
+    def finish(self) -> list[Found]:
+        # Where it was cut off before anything is known of the call.
+        rest, self._held = self._held, ""
+        return [rest] if rest else []
+
+    def _arguments_in(self, text: str) -> str:
+        """The part in front of the brace that ends the call."""
+        for place, character in enumerate(text):
+            if self._is_complete or self._ends_call(character):
+                self._is_complete = True
+                return text[:place]
+        return text
+
+    def _ends_call(self, character: str) -> bool:
+        if self._is_in_string:
+            self._is_in_string = self._is_escaped or character != '"'
+            self._is_escaped = character == "\\" and not self._is_escaped
+        elif character == '"':
+            self._is_in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+        return self._depth < 0
 
 
 def _overlap(text: str, mark: str) -> int:

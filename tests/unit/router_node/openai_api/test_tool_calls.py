@@ -17,7 +17,7 @@ from unit.router_node.openai_api.clients import HI, client_of
 from model_runtime.output_form import FormKind, OutputForm
 from model_runtime.text.grammar import GrammarCompiler, check_form
 from router_node.openai_api.chat_messages import Function
-from router_node.openai_api.tool_calls import CallReader, Found, FoundCall, forced_call_schema
+from router_node.openai_api.tool_calls import CallRules, Found, FoundCall, forced_call_schema, joined
 
 STOP = inference_pb2.FINISH_REASON_STOP
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
@@ -34,7 +34,7 @@ TIME = FoundCall(name="time", arguments="{}")
 
 def read(pieces: Sequence[str], *, takes_several: bool = True) -> list[Found]:
     """What is found, with neighbouring texts as one."""
-    reader = CallReader(("weather", "time"), takes_several=takes_several)
+    reader = CallRules(names=frozenset({"weather", "time"}), takes_several=takes_several).reader()
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     joined: list[Found] = []
     for part in parts:
@@ -80,10 +80,34 @@ def test_a_text_reads_the_same_in_one_piece_and_in_many(pieces: list[str]) -> No
 
 
 def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
-    reader = CallReader(("weather",), takes_several=True)
+    reader = CallRules(names=frozenset({"weather"})).reader()
     assert reader.feed("so <to") == ["so "]
     assert reader.feed("ken>") == ["<token>"]
     assert reader.feed("x") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"name": "weather", "arguments": {"city": "Graz"}}', [WEATHER]),
+        (' {\n"name" : "time",\t"arguments": {} }\n', [FoundCall(name="time", arguments="{} ")]),
+        ('{"name": "f", "arguments": "}\\"]"}', [FoundCall(name="f", arguments='"}\\"]"')]),
+        (
+            '{"name": "\\u0066", "arguments": [[1], {"a": "\\\\"}]}',
+            [FoundCall(name="f", arguments='[[1], {"a": "\\\\"}]')],
+        ),
+        ('{"name": "f", "arguments": 12}', [FoundCall(name="f", arguments="12")]),
+        ('{"name": "f", "arguments": {"a": [1', [FoundCall(name="f", arguments='{"a": [1')]),
+        ('{"name": "f", "argu', ['{"name": "f", "argu']),
+        ("", []),
+    ],
+)
+def test_a_call_that_must_be_made_is_told_as_it_comes(text: str, found: list[Found]) -> None:
+    for pieces in ([text], list(text)):
+        reader = CallRules(names=frozenset("f"), is_forced=True).reader()
+        assert joined([*(part for piece in pieces for part in reader.feed(piece)), *reader.finish()]) == found
+    reader = CallRules(names=frozenset("f"), is_forced=True).reader()
+    assert reader.feed('{"name": "f", "arguments": {"a":') == [FoundCall(name="f", arguments='{"a":')]
 
 
 def test_where_one_call_is_wanted_further_ones_are_left_out() -> None:
@@ -217,7 +241,7 @@ async def test_an_answer_that_is_cut_off_says_so_whatever_it_called(
 async def test_a_call_that_must_be_made_is_a_form_of_the_output(
     client: openai.AsyncOpenAI, decode: FakeNode, choice: object, names: list[str]
 ) -> None:
-    decode.script = says('{"name": "time", "arguments": {}}', is_formed=True)
+    decode.script = says('{"name": "time", "argu', 'ments": {', "}", "}", is_formed=True)
     answer = await client.chat.completions.create(  # type: ignore[call-overload]
         model="tiny", messages=HI, tools=TOOLS, tool_choice=choice
     )
@@ -226,6 +250,17 @@ async def test_a_call_that_must_be_made_is_a_form_of_the_output(
     schema = json.loads(decode.requests[0].sampling.structured_output.json_schema)
     calls = schema.get("anyOf", [schema])
     assert [call["properties"]["name"]["const"] for call in calls] == names
+    stream = await client.chat.completions.create(  # type: ignore[call-overload]
+        model="tiny", messages=HI, tools=TOOLS, tool_choice=choice, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [(part.index, part.function.name, part.function.arguments) for part in parts] == [
+        (0, "time", "{"),
+        (0, None, "}"),
+    ]
+    assert [bool(part.id) for part in parts] == [True, False]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
