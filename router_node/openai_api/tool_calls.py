@@ -45,6 +45,10 @@ Found: TypeAlias = str | FoundCall | MoreArguments
 """Text for the reader of the answer, or a call, or more of one."""
 
 
+# Of a reader that tells calls when they are whole.
+_Whole: TypeAlias = str | FoundCall
+
+
 def joined(found: Iterable[Found]) -> list[Found]:
     """The same with calls and what follows of their arguments as one."""
     parts: list[Found] = []
@@ -67,11 +71,11 @@ class CallReader(Protocol):
         """Calls that were found by now."""
         ...
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> Sequence[Found]:
         """What is known of the text with this piece of it."""
         ...
 
-    def finish(self) -> list[Found]:
+    def finish(self) -> Sequence[Found]:
         """What was held back, at the end of the text."""
         ...
 
@@ -143,7 +147,7 @@ class FreeCallReader:
     def num_calls(self) -> int:
         return self._num_calls
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> list[_Whole]:
         self._held += text
         if not self._has_begun:
             first = self._held.lstrip()[:1]
@@ -151,19 +155,19 @@ class FreeCallReader:
                 # Either nothing but space by now, or an object of which only the end says what it is.
                 return []
             self._has_begun = True
-        found: list[Found] = []
+        found: list[_Whole] = []
         while (part := self._next_part()) is not None:
             found.append(part)
         return self._counted(found)
 
-    def finish(self) -> list[Found]:
+    def finish(self) -> list[_Whole]:
         rest, self._held = self._held, ""
         if not rest:
             return []
         calls = [] if self._has_begun else self._calls_in(rest)
         return self._counted(calls or [rest])
 
-    def _next_part(self) -> Found | None:
+    def _next_part(self) -> _Whole | None:
         begin = self._held.find(_OPEN)
         if begin < 0:
             keep = _overlap(self._held, _OPEN)
@@ -183,16 +187,16 @@ class FreeCallReader:
         text, self._held = self._held[:num_characters], self._held[num_characters:]
         return text or None
 
-    def _calls_in(self, text: str) -> list[Found]:
+    def _calls_in(self, text: str) -> list[_Whole]:
         """Those that the whole text is: of known tools, or it is an answer in JSON."""
         value = _parsed(text)
         calls = [_call_of(each) for each in (value if isinstance(value, list) else [value])]
         known = [call for call in calls if call is not None and call.name in self._names]
         return list(known) if len(known) == len(calls) else []
 
-    def _counted(self, found: Sequence[Found]) -> list[Found]:
+    def _counted(self, found: Sequence[_Whole]) -> list[_Whole]:
         """Behind a call space is no text, and where one is wanted further ones are left out."""
-        kept: list[Found] = []
+        kept: list[_Whole] = []
         for part in found:
             if isinstance(part, FoundCall):
                 self._space_behind_call = ""

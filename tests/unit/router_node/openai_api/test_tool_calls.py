@@ -35,7 +35,7 @@ TIME = FoundCall(name="time", arguments="{}")
 def read(pieces: Sequence[str], *, takes_several: bool = True) -> list[Found]:
     """What is found, with neighbouring texts as one."""
     reader = CallRules(names=frozenset({"weather", "time"}), takes_several=takes_several).reader()
-    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+    parts = [*(part for piece in pieces for part in reader.feed(piece)), *reader.finish()]
     joined: list[Found] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
