@@ -5,8 +5,6 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration.
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import typer
 
 from pdmesh_cli.lazy_commands import CommandEntry, add_commands
@@ -131,7 +129,9 @@ add_commands(app, COMMANDS)
 
 def print_version() -> None:
     """Print the version."""
-    typer.echo(f"pdmesh {importlib.metadata.version('pdmesh')}")
+    from importlib.metadata import version
+
+    typer.echo(f"pdmesh {version('pdmesh')}")
 
 
 def main() -> None:
