@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from asyncio import TimerHandle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -18,9 +19,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from support.certificates import MeshAuthority
 from unit.router_node.fakes import FakeNode, StartRouter
+from uvicorn.server import ServerState
 
 from node_runtime.errors import NodeError, RequestCancelled
 from router_node.openai_api import BodyLimits, BodyReader, ConnectionLimits, HttpServer
+from router_node.openai_api.connections import bounded_by
 from router_node.openai_api.failures import failure_for
 
 GET = b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -67,20 +70,32 @@ class Pages:
 class Running:
     pages: Pages
     server: HttpServer
+    trusting: ssl.SSLContext | None = None
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, port = self.server.advertised_address.split(":")
-        return await asyncio.open_connection(host, int(port))
+        return await asyncio.open_connection(host, int(port), ssl=self.trusting)
 
 
 Start = Callable[..., Awaitable[Running]]
 
 
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> MeshAuthority:
+    return MeshAuthority(tmp_path_factory.mktemp("authority"))
+
+
+def serving_tls(authority: MeshAuthority) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.issue("router"))
+    return context
+
+
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(authority: MeshAuthority) -> AsyncIterator[Start]:
     servers: list[HttpServer] = []
 
-    async def make(bodies: BodyLimits | None = None, **limits: float) -> Running:
+    async def make(bodies: BodyLimits | None = None, *, with_tls: bool = False, **limits: float) -> Running:
         pages = Pages(BodyReader(bodies or BodyLimits(max_bytes=1000, max_bytes_of_all=2000)))
 
         class Endless:
@@ -93,10 +108,11 @@ async def start() -> AsyncIterator[Start]:
             Route("/endless", Endless()),
         ]
         chosen = ConnectionLimits(**{"head_s": WAIT_S, "unread_s": WAIT_S, **limits})  # type: ignore[arg-type]
-        server = HttpServer(Starlette(routes=routes), host="127.0.0.1", port=0, limits=chosen)
+        tls = serving_tls(authority) if with_tls else None
+        server = HttpServer(Starlette(routes=routes), host="127.0.0.1", port=0, limits=chosen, tls=tls)
         await server.start()
         servers.append(server)
-        return Running(pages, server)
+        return Running(pages, server, ssl.create_default_context(cafile=str(authority.path)) if with_tls else None)
 
     yield make
     for server in servers:
@@ -187,19 +203,10 @@ async def test_a_client_that_says_nothing_is_let_go_without_a_word(start: Start)
         assert await rest_of(reader) == b""
 
 
-async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
-    authority = MeshAuthority(tmp_path)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*authority.issue("router"))
-    limits = ConnectionLimits(head_s=0.2)
-    server = HttpServer(Starlette(), host="127.0.0.1", port=0, tls=context, limits=limits)
-    await server.start()
-    async with connected(Running(Pages(BodyReader(BodyLimits(max_bytes=1, max_bytes_of_all=1))), server)) as (
-        reader,
-        _,
-    ):
+async def test_a_handshake_that_does_not_come_is_not_waited_for(start: Start) -> None:
+    running = await start(with_tls=True, head_s=0.2)
+    async with connected(replace(running, trusting=None)) as (reader, _):
         assert await rest_of(reader) == b""
-    await server.stop()
 
 
 async def test_a_connection_that_is_idle_between_requests_is_closed(start: Start) -> None:
@@ -211,7 +218,7 @@ async def test_a_connection_that_is_idle_between_requests_is_closed(start: Start
 
 
 async def test_further_requests_of_a_connection_have_the_same_time_for_their_headers(start: Start) -> None:
-    running = await start(head_s=0.5)
+    running = await start(head_s=1)
     async with connected(running) as (reader, writer):
         for _ in range(2):
             writer.write(GET)
@@ -271,8 +278,9 @@ async def test_all_bodies_together_take_no_more_than_they_may(start: Start) -> N
         assert (await answer_of(third))[::2] == (200, b"100"), "what was read is given back"
 
 
-async def test_a_client_that_reads_nothing_is_cut_off_and_holds_nothing(start: Start) -> None:
-    running = await start(unread_s=0.3)
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_a_client_that_reads_nothing_is_cut_off_and_holds_nothing(start: Start, with_tls: bool) -> None:
+    running = await start(unread_s=0.3, with_tls=with_tls)
     async with connected(running) as (reader, writer):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -282,17 +290,68 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_holds_nothing(start: S
         assert reader is not None
 
 
-async def test_a_client_that_reads_slowly_is_served(start: Start) -> None:
-    running = await start(unread_s=0.3)
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_a_client_that_reads_in_its_own_time_gets_everything(start: Start, with_tls: bool) -> None:
+    running = await start(with_tls=with_tls)
     async with connected(running) as (reader, writer):
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
         num_read = 0
-        # Far more than all buffers on the way, over several periods.
-        while num_read < 24 * 2**20:
+        # Far more than all buffers on the way.
+        while num_read < 12 * 2**20:
             num_read += len(await asyncio.wait_for(reader.read(2**20), WAIT_S))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         assert not running.pages.gone.is_set()
     await asyncio.wait_for(running.pages.gone.wait(), WAIT_S)
+
+
+class Timers(asyncio.SelectorEventLoop):
+    """A loop whose timers a test lets expire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set: list[tuple[float, Callable[[], object]]] = []
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: object, **_: object) -> TimerHandle:
+        handle = TimerHandle(0.0, callback, args, self)  # type: ignore[arg-type]
+        self.set.append((delay, lambda: None if handle.cancelled() else callback(*args)))
+        return handle
+
+
+class Unsent(asyncio.Transport):
+    """A connection with so many bytes that its client has not taken."""
+
+    num_bytes = 0
+    is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_bytes
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(("left", "is_cut"), [((90_000, 50_000), False), ((90_000, 89_500), True), ((100_000,), True)])
+def test_a_client_is_judged_by_what_it_takes_in_each_period(left: tuple[int, ...], is_cut: bool) -> None:
+    loop, transport = Timers(), Unsent()
+    config = uvicorn.Config(Starlette(), lifespan="off", log_config=None)
+    make = bounded_by(ConnectionLimits(unread_s=7))
+    protocol = make(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    protocol.connection_made(transport)
+    transport.num_bytes = 100_000
+    protocol.pause_writing()
+    for num_bytes in left:
+        transport.num_bytes = num_bytes
+        period_s, expire = loop.set.pop()
+        assert period_s == 7
+        expire()
+    assert transport.is_aborted is is_cut
+    if not is_cut:
+        protocol.resume_writing()
+        loop.set.pop()[1]()
+        assert not transport.is_aborted, "who has taken all is not judged"
+    loop.close()
 
 
 @pytest.mark.parametrize("name", ["max_connections", "head_s", "idle_s", "unread_s", "linger_s"])
