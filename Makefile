@@ -6,7 +6,7 @@ TIMED := tools/timed.sh
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly fuzz soak check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly fuzz soak audit check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ SOAK_MINUTES ?= 60
 soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)
 	@$(BIN)/pdmesh sim --minutes $(SOAK_MINUTES) --jobs "$$(nproc)"
 
+audit: ## known vulnerabilities of what is installed, where a database of them can be reached
+	@$(TIMED) audit $(BIN)/python tools/audit.py
+
 lint:
 	@$(TIMED) ruff $(BIN)/ruff check .
 	@$(TIMED) 'ruff format' $(BIN)/ruff format --check .
@@ -89,7 +92,7 @@ lint:
 check: ## what CI runs: linters, types, all tests; at its end, what each part took
 	@mkdir -p build && rm -f build/times
 	@started=$$SECONDS; tools/setup.sh system \
-	  && $(MAKE) --no-print-directory -j4 ready-test-python ready-beside-lint beside-test-cpp; status=$$?; \
+	  && $(MAKE) --no-print-directory -j5 ready-test-python ready-beside-lint ready-beside-audit beside-test-cpp; status=$$?; \
 	  tools/timed.sh --table "$$((SECONDS - started))"; exit $$status
 
 format: setup ## rewrite sources in the project's format
