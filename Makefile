@@ -6,13 +6,16 @@ TIMED := tools/timed.sh
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup timed-setup runtime build demo test test-cpp test-tsan test-python nightly fuzz soak audit check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup setup-browser timed-setup timed-browser runtime build demo test test-cpp test-tsan test-python nightly fuzz soak audit check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create .venv with everything for development
 	@tools/setup.sh dev
+
+setup-browser: setup ## add Chromium and playwright, for the tests of the router's page in a browser
+	@tools/setup_browser.sh
 
 runtime:
 	@tools/setup.sh runtime
@@ -39,6 +42,12 @@ ready-%: timed-setup
 
 timed-setup:
 	@$(TIMED) setup tools/setup.sh dev
+
+# Installing a browser is nothing that tests do to a machine of somebody's unasked.
+timed-browser: timed-setup
+	@$(if $(CI),$(TIMED) browser tools/setup_browser.sh)
+
+ready-test-python: timed-browser
 
 CPP_TEST_BUILD = cmake -S . -DPDMESH_BUILD_MODULES=OFF -DPDMESH_BUILD_TESTS=ON
 
@@ -78,7 +87,7 @@ SOAK_MINUTES ?= 60
 soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)
 	@$(BIN)/pdmesh sim --minutes $(SOAK_MINUTES) --jobs "$$(nproc)"
 
-audit: ## known vulnerabilities of what is installed, where a database of them can be reached
+audit: setup ## known vulnerabilities of what is installed, where a database of them can be reached
 	@$(TIMED) audit $(BIN)/python tools/audit.py
 
 lint:

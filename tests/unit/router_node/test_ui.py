@@ -156,10 +156,10 @@ async def test_with_tenants_only_operators_see_the_mesh(
 @pytest.fixture
 async def browser_page() -> Any:
     """A page of a headless Chromium, and what it complained about."""
-    playwright = pytest.importorskip("playwright.async_api", reason="pip install playwright")
+    playwright = pytest.importorskip("playwright.async_api", reason="no playwright: make setup-browser")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
+        pytest.skip("no Chromium on this machine: make setup-browser")
     async with playwright.async_playwright() as started:
         browser = await started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = await browser.new_page()
