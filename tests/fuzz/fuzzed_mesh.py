@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from fuzz.good_messages import trace_exports
 from google.protobuf.descriptor import MethodDescriptor
 from support.fake_mesh import FakeMesh, FakeNode, until
 from support.fake_router import FakeRouter
@@ -32,6 +33,7 @@ PROMPT = list(b"what was, is and shall be")
 # How long a stream may say nothing before its caller has seen enough.
 SILENCE_S = 0.15
 _QUIET_WITHIN_S = 20.0
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 # What grpcio says, in the place of the call's own status, when a write meets the end of the stream.
 _WRITE_MET_THE_END = "Internal error from Core"
 
@@ -96,7 +98,9 @@ class _Alarms(logging.Handler):
 class FuzzedMesh:
     """Use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **fused_config: object) -> None:
+        """`fused_config`: options of the fused node."""
+        self._fused_config = fused_config
         self._runner = asyncio.Runner()
         self._checkpoint = open_checkpoint(write_tiny_checkpoint(folder / "tiny"))
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -124,7 +128,7 @@ class FuzzedMesh:
         self.mesh = FakeMesh(partial(model_core, checkpoint=self._checkpoint))
         prefill = await self.mesh.prefill()
         decode = await self.mesh.decode(prefill)
-        fused, leaving = await self.mesh.fused(), await self.mesh.fused()
+        fused, leaving = await self.mesh.fused(config=self._fused_config), await self.mesh.fused()
         # Whoever is told to drain does not come back.
         self.nodes = {"prefill": prefill, "decode": decode, "fused": fused, "leaving": leaving}
         self.router = FakeRouter(
@@ -139,6 +143,9 @@ class FuzzedMesh:
         self.addresses = {name: node.address for name, node in self.nodes.items()}
         self.addresses["router"] = self.router.router.address
         await until(lambda: self.router.router._pool.is_ready, "the router knows its nodes")
+        # Something that can be asked for.
+        (export,) = trace_exports()
+        await self.channel("router").unary_unary(_EXPORT)(export.SerializeToString(), timeout=10)
         self._expected = (await self.mesh.generate(fused, PROMPT)).token_ids
         await self._answers()
         self._num_tasks = len(asyncio.all_tasks())

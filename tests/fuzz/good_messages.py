@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue, KeyValueList
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2
+from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2, traces_pb2
 from support.tiny_checkpoint import END_TOKEN
 
 TOOL = json.dumps({"type": "function", "function": {"name": "look", "arguments": {"place": ["here"]}}})
@@ -106,3 +106,19 @@ def trace_exports() -> tuple[Message, ...]:
 
 def metric_exports() -> tuple[Message, ...]:
     return (ExportMetricsServiceRequest(),)
+
+
+# Of the one span in these exports.
+TRACE_ID = (b"t" * 16).hex()
+
+
+def list_requests() -> tuple[Message, ...]:
+    return traces_pb2.ListRequestsRequest(), traces_pb2.ListRequestsRequest(max_requests=3)
+
+
+def trace_requests() -> tuple[Message, ...]:
+    return traces_pb2.GetTraceRequest(id=TRACE_ID), traces_pb2.GetTraceRequest(id=TRACE_ID[:4])
+
+
+def follow_trace_requests() -> tuple[Message, ...]:
+    return traces_pb2.FollowRequestsRequest(), traces_pb2.FollowRequestsRequest(sequence=1)

@@ -9,28 +9,27 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import grpc
 import pytest
-from fuzz.effort import looks
-from fuzz.fuzzed_mesh import FRAME_STATUSES, FuzzedMesh, Outcome, all_methods, documented_statuses
-from fuzz.good_messages import decode_requests, follow_requests, generate_requests, metric_exports, trace_exports
-from fuzz.messages import encoded, hostile, message_of, raw_bytes
-from google.protobuf.descriptor import MethodDescriptor
+from fuzz.attack import Case, attack
+from fuzz.fuzzed_mesh import FRAME_STATUSES, FuzzedMesh, all_methods, documented_statuses
+from fuzz.good_messages import (
+    decode_requests,
+    follow_requests,
+    follow_trace_requests,
+    generate_requests,
+    list_requests,
+    metric_exports,
+    trace_exports,
+    trace_requests,
+)
 from google.protobuf.message import Message
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-MAX_BURST = 8
 ROLES = ("router", "prefill", "decode", "fused")
 OVERSIZE_BYTES = (4 << 20) + 1
-
-
-def nothing(mesh: FuzzedMesh) -> tuple[Message, ...]:
-    return ()
 
 
 def routed(mesh: FuzzedMesh) -> tuple[Message, ...]:
@@ -45,16 +44,6 @@ def computed_here(mesh: FuzzedMesh) -> tuple[Message, ...]:
     return decode_requests("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Who is asked, what good requests look like, and how long a call may last. `num_bursts` of each who is asked."""
-
-    nodes: tuple[str, ...]
-    good: Callable[[FuzzedMesh], tuple[Message, ...]] = nothing
-    timeout_s: float = 1.0
-    num_bursts: int = 3
-
-
 CASES: dict[str, tuple[Case, ...]] = {
     "pdmesh.v1.Decode.Generate": (
         Case(nodes=("decode",), good=handed_over, num_bursts=20),
@@ -66,8 +55,15 @@ CASES: dict[str, tuple[Case, ...]] = {
     "pdmesh.v1.Node.GetNodeStatus": (Case(nodes=ROLES),),
     "pdmesh.v1.Node.ClearCache": (Case(nodes=ROLES),),
     "pdmesh.v1.Node.Drain": (Case(nodes=("leaving",)),),
+    "pdmesh.v1.Traces.ListRequests": (Case(nodes=("router",), good=lambda mesh: list_requests()),),
+    "pdmesh.v1.Traces.GetTrace": (Case(nodes=("router",), good=lambda mesh: trace_requests(), num_bursts=5),),
+    "pdmesh.v1.Traces.FollowRequests": (
+        Case(nodes=("router",), good=lambda mesh: follow_trace_requests(), timeout_s=0.1),
+    ),
     "pdmesh.v1.Node.Follow": (Case(nodes=ROLES, good=lambda mesh: follow_requests(), timeout_s=0.1, num_bursts=5),),
 }
+# Their streams end with the caller's deadline.
+ENDLESS = {"pdmesh.v1.Node.Follow", "pdmesh.v1.Traces.FollowRequests"}
 # They take more than one message, or need a peer with memory of its own: test_handoff_streams.py.
 ELSEWHERE = {"pdmesh.v1.Prefill.Bootstrap", "pdmesh.v1.Prefill.Handoff"}
 METHODS = {method.full_name: method for method in all_methods()}
@@ -84,45 +80,13 @@ def test_every_rpc_has_its_case() -> None:
     assert METHODS.keys() == CASES.keys() | ELSEWHERE
 
 
-def attack(mesh: FuzzedMesh, method: MethodDescriptor, case: Case, node: str) -> set[grpc.StatusCode]:
-    """Bursts of hostile messages; the statuses that came of them."""
-    good = case.good(mesh) or (message_of(method.input_type),)
-    messages = hostile(method.input_type, good).map(encoded) | raw_bytes(good)
-    allowed, seen = _allowed(method), set[grpc.StatusCode]()
-
-    @looks(case.num_bursts, shrinks=False)
-    @given(st.lists(messages, min_size=1, max_size=MAX_BURST))
-    def bursts(burst: list[bytes]) -> None:
-        async def fire() -> list[Outcome]:
-            calls = (mesh.call(node, method, data, timeout_s=case.timeout_s) for data in burst)
-            outcomes = await asyncio.gather(*calls)
-            await mesh.assert_quiet()
-            return list(outcomes)
-
-        for outcome in mesh.run(fire()):
-            assert outcome.code in allowed, (outcome.code, outcome.details)
-            seen.add(outcome.code)
-
-    bursts()
-    mesh.run(mesh.assert_unharmed())
-    return seen
-
-
-def _allowed(method: MethodDescriptor) -> frozenset[grpc.StatusCode]:
-    is_ours = method.full_name in METHODS
-    allowed = documented_statuses(method) if is_ours else FRAME_STATUSES
-    assert not allowed & {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
-    return allowed
-
-
 @pytest.mark.parametrize(("name", "case", "node"), ATTACKS, ids=[f"{name}-{node}" for name, _, node in ATTACKS])
 def test_whatever_comes_is_answered_by_the_rules_and_harms_nobody(
     mesh: FuzzedMesh, name: str, case: Case, node: str
 ) -> None:
-    seen = attack(mesh, METHODS[name], case, node)
-    # Bytes that are no message are among all of them, so a case that never sees them refused attacks nothing.
+    seen = attack(mesh, METHODS[name], case, node, documented_statuses(METHODS[name]))
     assert grpc.StatusCode.INVALID_ARGUMENT in seen
-    if name != "pdmesh.v1.Node.Follow":
+    if name not in ENDLESS:
         assert grpc.StatusCode.OK in seen
 
 
@@ -151,9 +115,8 @@ def test_whatever_nodes_report_is_taken_and_the_page_still_shows_what_can_be_sho
     mesh: FuzzedMesh, module: object, good: Callable[[], tuple[Message, ...]]
 ) -> None:
     (service,) = module.DESCRIPTOR.services_by_name.values()
-    attack(
-        mesh, service.methods_by_name["Export"], Case(nodes=("router",), good=lambda _: good(), num_bursts=10), "router"
-    )
+    case = Case(nodes=("router",), good=lambda _: good(), num_bursts=10)
+    attack(mesh, service.methods_by_name["Export"], case, "router", FRAME_STATUSES)
 
     def look(path: str) -> object:
         with urllib.request.urlopen(f"http://{mesh.router.router.http_address}{path}", timeout=20) as answer:
