@@ -22,6 +22,8 @@ MAX_LOGPROBS = 20
 """Most alternatives whose log-probability one request can ask for."""
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+# 2^-7, which a float32 has exactly. A logit that is divided by next to nothing is infinite, and of no use to anybody.
+MIN_REPETITION_PENALTY = 0.0078125
 MAX_REPETITION_PENALTY = 10.0
 
 _UINT64_MASK = (1 << 64) - 1
@@ -92,9 +94,10 @@ class SamplingParams:
 
     def _check_adjustments(self) -> None:
         # Written so that NaN fails as well.
-        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
             raise ValueError(
-                f"repetition_penalty must be in (0, {MAX_REPETITION_PENALTY}], got {self.repetition_penalty}"
+                f"repetition_penalty must be in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY}], got "
+                f"{self.repetition_penalty}"
             )
         for name, penalty in (
             ("frequency_penalty", self.frequency_penalty),

@@ -27,6 +27,7 @@ MAX_SAMPLES: Final = 64
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.0078125
 MAX_REPETITION_PENALTY: Final = 10.0
 # What keeps a message of prompt log-probabilities well below the size that gRPC clients accept by default.
 MAX_PROMPT_LOGPROB_VALUES: Final = 131_072
@@ -122,9 +123,9 @@ def _check_penalties(sampling: inference_pb2.SamplingParams) -> None:
         )
     if sampling.HasField("repetition_penalty"):
         require(
-            0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"sampling.repetition_penalty: {sampling.repetition_penalty:g} given, a number in (0, "
-            f"{MAX_REPETITION_PENALTY:g}] required",
+            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"sampling.repetition_penalty: {sampling.repetition_penalty:g} given, a number in "
+            f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}] required",
         )
 
 

@@ -87,6 +87,12 @@ class _Alarms(logging.Handler):
         self.tracebacks: list[str] = []
         self.errors: list[str] = []
 
+    def take(self) -> tuple[list[str], list[str]]:
+        """Tracebacks and other errors since the last time."""
+        taken = self.tracebacks, self.errors
+        self.tracebacks, self.errors = [], []
+        return taken
+
     def emit(self, record: logging.LogRecord) -> None:
         text = logging.Formatter().format(record)
         if record.exc_info:
@@ -240,9 +246,9 @@ class FuzzedMesh:
         """The cheaper part of it, for after every few calls. `may_complain`: of a peer that did wrong, in one line."""
         for name, node in self.nodes.items():
             await until(node.is_quiet, f"{name} holds nothing", _QUIET_WITHIN_S)
-        assert not self._alarms.tracebacks, "\n".join(self._alarms.tracebacks)
-        assert may_complain or not self._alarms.errors, "\n".join(self._alarms.errors)
-        self._alarms.errors.clear()
+        tracebacks, errors = self._alarms.take()
+        assert not tracebacks, "\n".join(tracebacks)
+        assert may_complain or not errors, "\n".join(errors)
 
     async def _answers(self) -> None:
         prefill_address = self.nodes["prefill"].address

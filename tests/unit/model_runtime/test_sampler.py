@@ -210,7 +210,7 @@ def test_a_prompt_is_told_once_all_of_it_is_scored() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \(0, 10"),
+        ({"repetition_penalty": 0.0078}, r"repetition_penalty must be in \[0\.0078125, 10"),
         ({"frequency_penalty": 2.1}, r"frequency_penalty must be in \[-2.0, 2.0\], got 2.1"),
         ({"presence_penalty": math.nan}, "presence_penalty must be"),
         ({"logit_bias": ((3, 100.5),)}, "logit_bias of token 3 must be"),
