@@ -29,6 +29,7 @@ from node_runtime.rpc import (
 )
 from router_node.attendance import Attendance
 from router_node.config import RouterConfig
+from router_node.descriptors import allow_connections
 from router_node.discovery import Discovery
 from router_node.health_watch import HealthWatch
 from router_node.hedging import HedgePolicy, Hedges
@@ -77,6 +78,8 @@ async def serve(config: RouterConfig) -> int:
     routers: list[Router] = []
 
     async def start() -> None:
+        if config.http:
+            allow_connections(config.http_max_connections)
         # Off the event loop, so that a signal is heard while the vocabulary loads.
         tokenizer = await asyncio.to_thread(_load_tokenizer, config.model)
         router = Router(
