@@ -81,8 +81,8 @@ def trace(
 ) -> None:
     """Show the last requests, or what happened to one of them.
 
-    The router keeps traces if it is told to (--keep-traces) and the nodes send them to it (--otlp-endpoint), as those
-    of `pdmesh up` do.
+    A router keeps traces if it is told to (--keep-traces) and the nodes send them to it
+    (--otlp-endpoint). Those of `pdmesh up` do both.
     """
     from pdmesh_cli.identity import identity_of
     from pdmesh_cli.trace import TraceOptions, run_trace
