@@ -59,7 +59,7 @@ def trace(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[<id>]", show_default=False, help="Of a request or a trace, or the first digits of a trace's."
+            metavar="<id>", show_default=False, help="Of a request or a trace, or the first digits of a trace's."
         ),
     ] = None,
     router: Router = DEFAULT_ROUTER,
