@@ -66,7 +66,7 @@ async def test_a_prompt_goes_where_it_is_cached_and_the_trace_says_why(
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     running = await start_router(*nodes, telemetry=Telemetry(provider))
-    index = running.router._observations.index
+    index = running.router.observations.index
     await until(lambda: all(index.num_keys(node.address) for node in nodes[:2]))
     for _ in range(3):
         # Salts are in the keys: the same prompt, somebody else's cache.
@@ -106,7 +106,7 @@ async def test_a_load_that_other_routers_made_counts(start_node: StartNode, star
     ]
     for policy in ("least_loaded", "cache_aware"):
         running = await start_router(*nodes, placement_policy=policy)
-        load = running.router._observations.load_of(nodes[1].address)
+        load = running.router.observations.load_of(nodes[1].address)
         await until(lambda load=load: load.num_foreign_requests == 50)
         assert {(await _ask(running)).decode_node for _ in range(4)} == {"d-2"}
 
