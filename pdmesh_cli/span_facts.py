@@ -80,6 +80,8 @@ def _request_text(span: Span) -> str:
     parts.append(counted(summary.output_tokens, "completion token"))
     if summary.first_token_ms is not None:
         parts.append(f"the first after {format_ms(summary.first_token_ms)}")
+    if adapter := _text(span, span_names.PDMESH_ADAPTER):
+        parts.append(f"with adapter {adapter}")
     if tenant := _text(span, span_names.PDMESH_TENANT):
         parts.append(f"for {tenant}")
     return ", ".join(parts)

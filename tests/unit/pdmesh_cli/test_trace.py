@@ -72,6 +72,7 @@ WHOLE = (
         pdmesh__cached_tokens__prefill_device=1024,
         pdmesh__time_to_first_token_ms=612.3,
         pdmesh__tenant="team-a",
+        pdmesh__adapter="french",
     ),
     span(
         2,
