@@ -45,10 +45,12 @@ NOT_IMPORTED = {
     "mypy": "a program",
     "pip-audit": "a program, run by tools/audit.py",
     "playwright": "imported by name",
+    "peft": "imported by name",
     "promql-parser": "imported by name",
     "pytest-asyncio": "a plugin",
     "pytest-timeout": "a plugin",
     "ruff": "a program",
+    "smg": "a program, the gateway that tests start",
     "types-grpcio": "annotations",
     "types-grpcio-health-checking": "annotations",
     "types-grpcio-reflection": "annotations",
@@ -120,7 +122,7 @@ def _siblings(*folders: str) -> Iterator[str]:
 
 
 def test_the_package_imports_nothing_that_it_does_not_declare() -> None:
-    known = declared("cpu", "compute").keys()
+    known = declared("cpu", "compute", "smg").keys()
     undeclared = {name: path for name, path in imported_by(*PACKAGES).items() if name not in known}
     assert not undeclared
 
@@ -134,7 +136,9 @@ def test_tests_tools_and_benchmarks_import_nothing_that_the_development_environm
 
 def test_everything_that_is_declared_is_used() -> None:
     own = imported_by(*PACKAGES)
-    unused = [name for name in declared("cpu", "cuda", "compute") if name not in own and name not in NOT_IMPORTED]
+    unused = [
+        name for name in declared("cpu", "cuda", "compute", "smg") if name not in own and name not in NOT_IMPORTED
+    ]
     everywhere = own.keys() | imported_by("tests", "tools", "bench").keys() | NOT_IMPORTED.keys()
     unused += [name for name in declared("dev") if name not in everywhere]
     assert not unused
