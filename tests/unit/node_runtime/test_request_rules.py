@@ -52,7 +52,7 @@ def sampling(**fields: float) -> inference_pb2.SamplingParams:
         (lambda: rules.check_sampling(sampling(presence_penalty=2.1)), "sampling.presence_penalty: 2.1 given"),
         (lambda: rules.check_sampling(sampling(frequency_penalty=float("nan"))), "sampling.frequency_penalty: nan"),
         (lambda: rules.check_sampling(sampling(repetition_penalty=0)), "sampling.repetition_penalty: 0 given"),
-        (lambda: rules.check_sampling(sampling(repetition_penalty=1e-45)), "[0.0078125, 10] required"),
+        (lambda: rules.check_sampling(sampling(repetition_penalty=1e-45)), r"\[0\.0078125, 10\] required"),
         (lambda: rules.check_logit_bias({10: 0.0}, 10), r"sampling.logit_bias: token 10 is outside \[0, 10\)"),
         (lambda: rules.check_logit_bias({3: -100.5}, 10), r"sampling.logit_bias\[3\]: -100.5 given"),
         (lambda: rules.check_logit_bias(dict.fromkeys(range(1025), 0.0), 2000), "1025 tokens given, at most 1024"),
