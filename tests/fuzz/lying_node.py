@@ -45,7 +45,11 @@ class LyingNode(grpc.GenericRpcHandler):
     async def _passed_on(
         self, path: str, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        call = self._channel.stream_stream(path)(requests, timeout=context.time_remaining())
+        try:
+            call = self._channel.stream_stream(path)(requests, timeout=context.time_remaining())
+        except grpc.aio.UsageError:
+            # The test is over.
+            return
         try:
             async for response in call:
                 yield response

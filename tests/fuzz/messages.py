@@ -168,12 +168,16 @@ def _set(draw: Draw, message: Message, field: FieldDescriptor, depth: int) -> No
 
 
 def _fill_map(draw: Draw, message: Message, field: FieldDescriptor) -> None:
-    entry = field.message_type.fields_by_name
-    keys, values = _values(entry["key"]), _values(entry["value"])
-    for key, value in draw(st.dictionaries(keys, values, max_size=3)).items():
-        getattr(message, field.name)[key] = value
+    key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+    filled = getattr(message, field.name)
+    keys = draw(st.lists(_values(key), max_size=3))
     if draw(_UP_TO[9]) == 0:
-        getattr(message, field.name).update(dict.fromkeys(range(2000), draw(values)))
+        keys = [type(each)(number) for each in keys[:1] for number in range(2000)]
+    for each in keys:
+        if value.message_type is None:
+            filled[each] = draw(_values(value)) if len(keys) < 9 else value.default_value
+        else:
+            filled[each].CopyFrom(draw(any_message(value.message_type, 1)) if len(keys) < 9 else filled[each])
 
 
 def _spoil(draw: Draw, message: Message, field: FieldDescriptor) -> None:
