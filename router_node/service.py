@@ -132,7 +132,7 @@ class InferenceService:
         try:
             adapter = preparer.find_adapter(request, pool.adapters())
         except UnknownModel:
-            if request.adapter and not pool.is_ready:
+            if not pool.is_ready:
                 raise NoUsableNode(pool.describe_lack()) from None
             raise
         if adapter is not None:

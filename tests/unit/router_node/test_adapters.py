@@ -203,6 +203,7 @@ async def test_before_any_node_was_heard_of_an_adapter_may_yet_be_served(
     node = await fused_with(start_node, "fused", OLD)
     await node.stop()
     running = await start_router(node)
-    code, message = await running.refusal(text="hi", adapter="red")
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert node.address in message
+    for named in ({"adapter": "red"}, {"model": "red"}):
+        code, message = await running.refusal(text="hi", **named)
+        assert code is grpc.StatusCode.UNAVAILABLE, named
+        assert node.address in message
