@@ -108,7 +108,10 @@ class TraceStore:
         if is_new and len(trace) >= self._max_spans_per_trace:
             self.num_dropped_spans += 1
             return
+        replaced = trace.get(span.span_id)
         trace[span.span_id] = span
+        if replaced is not None and all(held.request_id != replaced.request_id for held in trace.values()):
+            self._forget_request(replaced)
         if is_new and (span.is_request or not span.parent_span_id):
             self._num_ended += 1
             self._ended.append(EndedRequest(sequence=self._num_ended, span=span))
@@ -118,11 +121,15 @@ class TraceStore:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        trace_id, dropped = self._traces.popitem(last=False)
+        _, dropped = self._traces.popitem(last=False)
         self.num_dropped_spans += len(dropped)
         for span in dropped.values():
-            if self._trace_by_request.get(span.request_id) == trace_id:
-                del self._trace_by_request[span.request_id]
+            self._forget_request(span)
+
+    def _forget_request(self, span: Span) -> None:
+        """No span of its trace names the request any more; one of the same name may have run in another trace."""
+        if self._trace_by_request.get(span.request_id) == span.trace_id:
+            del self._trace_by_request[span.request_id]
 
     def trace_ids(self) -> tuple[str, ...]:
         """Traces that are held, oldest first."""

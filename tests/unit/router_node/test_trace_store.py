@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from node_runtime.rpc import span_names
 from router_node.trace_store import Span, TraceStore, is_complete
 
 
@@ -13,6 +15,10 @@ def _span(trace: str, span_id: str, parent: str = "", name: str = "work", start_
     return Span(
         trace_id=trace, span_id=span_id, parent_span_id=parent, name=name, node="n", start_ns=start_ns, end_ns=start_ns
     )
+
+
+def _of_request(trace: str, request_id: str) -> Span:
+    return replace(_span(trace, "a"), attributes={span_names.PDMESH_REQUEST_ID: request_id})
 
 
 async def test_spans_of_several_processes_merge_into_their_trace_in_order_of_time() -> None:
@@ -28,6 +34,14 @@ async def test_a_span_that_is_exported_twice_counts_once() -> None:
     store = TraceStore()
     await store.add([_span("t", "a"), _span("t", "a", name="again")])
     assert [span.name for span in store.spans("t")] == ["again"]
+
+
+async def test_a_trace_is_found_by_no_request_that_its_spans_do_not_name_any_more() -> None:
+    store = TraceStore(max_traces=1)
+    await store.add(_of_request("t", f"request-{index}") for index in range(3))
+    assert [store.find(f"request-{index}") for index in range(3)] == [(), (), ("t",)]
+    await store.add([_of_request("u", "request-3")])
+    assert [store.find(f"request-{index}") for index in range(4)] == [(), (), (), ("u",)]
 
 
 async def test_the_oldest_trace_leaves_when_the_ring_is_full() -> None:
