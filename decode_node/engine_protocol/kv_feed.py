@@ -57,6 +57,8 @@ class KvFeed:
         self._log: deque[KvBatch] = deque()
         self._num_remembered_tokens = 0
         self._changed_unix_s = 0.0
+        # Of parts of states that others followed: whoever has one of them lacks what other batches of that number name.
+        self._part_numbers: frozenset[int] = frozenset()
 
     @property
     def sequence(self) -> int:
@@ -92,12 +94,22 @@ class KvFeed:
             return iter(tuple(islice(self._log, len(self._log) - num_behind, None)))
         return self._snapshot()
 
+    def batches_resumed_from(self, sequence: int) -> Iterator[KvBatch]:
+        """What a subscriber lacks that comes back and says that this was the last number it heard: maybe that of a part
+        of a state whose rest it never got.
+        """
+        return self._snapshot() if sequence in self._part_numbers else self.batches_since(sequence)
+
     def _snapshot(self) -> Iterator[KvBatch]:
         """The last part has the number of the state, those before it the numbers before."""
         parts = tuple(_parts(tuple(_parents_first(self._grains)))) or ((),)
+        first = self._sequence - len(parts) + 1
+        oldest = self._sequence - len(self._log)
+        numbers = self._part_numbers.union(range(first, self._sequence))
+        self._part_numbers = frozenset(number for number in numbers if number >= oldest)
         batches = tuple(
             KvBatch(
-                sequence=self._sequence - len(parts) + 1 + index,
+                sequence=first + index,
                 unix_s=self._changed_unix_s,
                 events=part,
                 part=SnapshotPart(index=index, num_parts=len(parts), num_grains=len(self._grains)),

@@ -143,13 +143,15 @@ class EngineProtocolService:
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Something at once, so that the subscriber knows that it is heard; then what is new."""
         sequence, records, load = request.start_sequence_number, LoadRecords(), self._description.load
+        batches = self._kv_feed.batches_resumed_from(sequence)
         while context.time_remaining_s() > _FAREWELL_S:
-            for batch in self._kv_feed.batches_since(sequence):
+            for batch in batches:
                 sequence = batch.sequence
                 yield records.stamp(batch_to_proto(batch), load(), self._clock.now_s())
             if records.is_due(load(), self._clock.now_s()):
                 yield records.stamp(repeat_of(sequence, self._unix_s()), load(), self._clock.now_s())
             await asyncio.sleep(_POLL_S)
+            batches = self._kv_feed.batches_since(sequence)
 
     def _count_hits(self, complete: tokenspeed_scheduler_pb2.GenerateComplete) -> None:
         hits = self._description.hits

@@ -116,6 +116,40 @@ def test_a_large_state_comes_in_parts_that_each_fit_a_message() -> None:
     assert len(known_to(parts, {})) == 40
 
 
+def test_who_lost_the_stream_in_the_middle_of_a_state_gets_it_whole() -> None:
+    feed = KvFeed(first_sequence=SEQUENCE_STEP)
+    grain = 4096
+    group = full_group(block_granularity=grain)
+    cache = Cache(feed, prefix_granularity=grain, num_lcm_blocks=64, token_budget=grain, cache_groups=[group])
+    cache.serve(range(40 * grain + 1))
+    # The batches that the parts of the state share their numbers with.
+    for begin in range(1, 6):
+        cache.serve(range(begin, begin + grain + 1))
+    parts = list(feed.batches_since(0))
+    assert len(parts) > 2
+    cache.serve(range(7, grain + 8))
+    whole = known_to(feed.batches_since(parts[-1].sequence), known_to(parts, {}))
+    assert len(whole) == feed.num_grains
+    # Who has heard all of a state is told what is new, likewise who has heard the batches of before it.
+    for number in (parts[-1].sequence, parts[0].sequence - 1):
+        first, *_ = feed.batches_resumed_from(number)
+        assert first.part is None
+    for num_heard in range(1, len(parts) + 1):
+        heard = known_to(parts[:num_heard], {})
+        assert known_to(feed.batches_resumed_from(parts[num_heard - 1].sequence), heard) == whole, num_heard
+
+
+def test_numbers_of_parts_are_remembered_only_as_long_as_the_batches_of_the_same_numbers() -> None:
+    feed = KvFeed(first_sequence=SEQUENCE_STEP, max_remembered_tokens=70_000)
+    grain = 4096
+    group = full_group(block_granularity=grain)
+    cache = Cache(feed, prefix_granularity=grain, num_lcm_blocks=64, token_budget=grain, cache_groups=[group])
+    for begin in range(8):
+        cache.serve(range(begin, begin + 40 * grain + 1))
+        assert len(list(feed.batches_since(0))) > 1
+        assert len(feed._part_numbers) <= len(feed._log)
+
+
 def test_a_number_that_leaves_no_room_below_is_refused() -> None:
     with pytest.raises(ValueError, match=f"first_sequence: 1 given, at least {SEQUENCE_STEP} required"):
         KvFeed(first_sequence=1)
