@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from model_runtime.errors import AdapterError, CheckpointError
 from model_runtime.hf_keys import JsonKeys, read_json_object
@@ -101,13 +102,11 @@ def open_adapter(name: str, path: Path, model: TensorSource) -> LoraAdapter:
     """Reads the adapter and checks it against the model that it is for. Raises AdapterError."""
     try:
         settings = _read_settings(path / _CONFIG_FILE)
-        stored = _read_tensors(path / _TENSOR_FILE)
-        changes = _changes(path / _TENSOR_FILE, settings, stored, model)
-        digest = hashlib.sha256(f"{settings.scale!r} ".encode())
-        with (path / _TENSOR_FILE).open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        content = _read_content(path / _TENSOR_FILE)
+        changes = _changes(path / _TENSOR_FILE, settings, _tensors_in(path / _TENSOR_FILE, content), model)
     except (AdapterError, CheckpointError, OSError) as error:
         raise AdapterError(f'adapter "{name}": {error}') from error
+    digest = hashlib.sha256(f"{settings.scale!r} ".encode() + hashlib.sha256(content).digest())
     return LoraAdapter(name=name, path=path, digest=digest.digest(), changes=changes)
 
 
@@ -127,12 +126,16 @@ def _read_settings(path: Path) -> _Settings:
     return _Settings(rank=rank, scale=scale, targets=None if is_expression else keys.strings("target_modules"))
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_content(path: Path) -> bytes:
+    """Once: what is computed with and what the digest tells must be the same bytes, even where files are replaced."""
     if not path.is_file():
         raise AdapterError(f"{path}: is missing")
+    return path.read_bytes()
+
+
+def _tensors_in(path: Path, content: bytes) -> dict[str, torch.Tensor]:
     try:
-        with safe_open(path, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return load(content)
     except SafetensorError as error:
         raise AdapterError(f"{path}: cannot be read: {error}") from error
 

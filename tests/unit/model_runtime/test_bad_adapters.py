@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.errors import AdapterError
 from model_runtime.executor import ModelExecutor
 from model_runtime.lora.peft_files import open_adapter
+from model_runtime.weights import Shape, TensorSource
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -148,3 +150,30 @@ def test_the_digest_tells_what_is_computed_and_not_where_it_lies(llama: Checkpoi
     assert len(first) == 32
     assert digest("second", settings={"base_model_name_or_path": "moved"}) == first
     assert len({first, digest("other alpha", alpha=7.0), digest("other seed", seed=9), digest("rank", rank=2)}) == 4
+
+
+class Exchanging:
+    """What is asked of the model is answered; meanwhile somebody puts another adapter in the place of one."""
+
+    def __init__(self, model: TensorSource, placed: Path, other: Path) -> None:
+        self.path, self.config = model.path, model.config
+        self._model, self._placed, self._other = model, placed, other
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        if self._other.exists():
+            self._other.replace(self._placed)
+        return self._model.shapes
+
+
+def test_the_digest_is_that_of_the_bytes_that_were_read_though_others_take_their_place(
+    llama: Checkpoint, tmp_path: Path
+) -> None:
+    reference = tiny_llama.make_reference()
+    first, second = (write_adapter(tmp_path / str(seed), reference, ["q_proj"], seed=seed) for seed in (1, 2))
+    opened = open_adapter("mine", first, llama.source)
+    file = "adapter_model.safetensors"
+    meanwhile = open_adapter("mine", first, cast("TensorSource", Exchanging(llama.source, first / file, second / file)))
+    for matrix, change in opened.changes.items():
+        assert torch.equal(meanwhile.changes[matrix].down, change.down)
+    assert meanwhile.digest == opened.digest != open_adapter("mine", first, llama.source).digest
