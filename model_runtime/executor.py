@@ -244,8 +244,9 @@ class ModelExecutor:
         return group_tokens(plan.request_ids, metadata.input_lengths, adapters, self._device)
 
     def _check_same_plan(self, plan: ExecutablePlan, adapters: Mapping[str, str]) -> None:
+        digests = {request_id: self._adapters.digests[name].hex() for request_id, name in adapters.items()}
         for ranks in (self._ranks, self._head_ranks):
-            check_same_plan(ranks, plan, adapters)
+            check_same_plan(ranks, plan, digests)
 
     def _forward(
         self,

@@ -62,7 +62,8 @@ def gather_columns(part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
 def check_same_plan(ranks: RankGroup, plan: RankedPlan, adapters: Mapping[str, str] = NO_ADAPTERS) -> None:
     """Raises RankGroupError when the ranks are about to carry out different plans, or with different adapters.
 
-    Nothing else would show it: each would attend to rows that the others computed for something else.
+    `adapters`: digests of what changes the model, in hexadecimal digits, by request id. Nothing else would show it:
+    each would attend to rows that the others computed for something else.
     """
     if ranks.size == 1:
         return

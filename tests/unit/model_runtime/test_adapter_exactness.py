@@ -6,7 +6,7 @@ In batches that mix adapters and none, for every family, and to the bit whoever 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +192,18 @@ def test_ranks_that_would_go_through_different_adapters_are_stopped(llama: Adapt
         run, name = FusedRun(executor(llama, ranks=ranks)), ("red", "blue")[ranks.rank]
         with pytest.raises(RankGroupError, match=f"rank {ranks.rank} of 2: plans differ"):
             run.generate({"a": [5, 6, 7]}, 2, adapters={"a": name})
+
+    run_ranks(2, work)
+
+
+def test_ranks_with_other_bytes_under_one_name_are_stopped(llama: Adapted) -> None:
+    red, blue = llama.adapters
+
+    def work(ranks: RankGroup) -> None:
+        loaded = (red, replace(blue, name="red"))[ranks.rank]
+        run = FusedRun(executor(llama, adapters=(loaded,), ranks=ranks))
+        with pytest.raises(RankGroupError, match=f"rank {ranks.rank} of 2: plans differ"):
+            run.generate({"a": [5, 6, 7]}, 2, adapters={"a": "red"})
 
     run_ranks(2, work)
 
