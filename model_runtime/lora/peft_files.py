@@ -159,7 +159,7 @@ def _changes(
     architecture = model.config.architecture
     return {
         canonical_name(architecture, f"{module}.weight"): _change(path, module, pair, settings, model)
-        for module, pair in sides.items()
+        for module, pair in sorted(sides.items())
     }
 
 
