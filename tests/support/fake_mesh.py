@@ -18,6 +18,7 @@ from node_runtime.rpc import Telemetry
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.server import PrefillNode
 from scheduler_core import Role
+from support.endings import ended
 from support.fake_compute import FakeExecutor, fake_core
 
 
@@ -207,6 +208,6 @@ class FakeMesh:
 
     async def close(self) -> None:
         for channel in self._channels:
-            await channel.close()
+            await ended(channel.close(), "the channel of a call")
         for node in reversed(self._nodes):
-            await node.node.stop()
+            await ended(node.node.stop(), node.address)

@@ -12,6 +12,7 @@ from node_runtime.rpc import Telemetry
 from router_node.config import RouterConfig
 from router_node.server import Router
 from support.byte_tokenizer import make_tokenizer
+from support.endings import ended
 from support.fake_compute import VOCAB_SIZE
 from support.fake_mesh import FakeNode
 
@@ -61,8 +62,8 @@ class FakeRouter:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._channel.close()
-        await self.router.stop()
+        await ended(self._channel.close(), "the channel of the client")
+        await ended(self.router.stop(), "the router")
 
     def call(self, prompt: list[int], *, timeout: float = 30.0, seed: int = 0, **fields: object):
         """A running Generate call."""

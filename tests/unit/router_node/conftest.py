@@ -8,6 +8,7 @@ import grpc
 import pytest
 from pdmesh.v1 import inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 from support.byte_tokenizer import make_tokenizer
+from support.endings import ended
 from unit.router_node.fakes import (
     FakeNode,
     RunningRouter,
@@ -39,7 +40,7 @@ async def start_node() -> AsyncIterator[StartNode]:
 
     yield start
     for node in nodes:
-        await node.stop()
+        await ended(node.stop(), node.node_id)
 
 
 @pytest.fixture
@@ -78,9 +79,9 @@ async def start_router(tokenizer: Tokenizer) -> AsyncIterator[StartRouter]:
 
     yield start
     for channel in channels:
-        await channel.close()
+        await ended(channel.close(), "the channel of a client")
     for router in routers:
-        await router.stop()
+        await ended(router.stop(), "a router")
 
 
 @pytest.fixture
