@@ -74,7 +74,7 @@ def test_killed_nodes_are_not_seen_by_clients(own_mesh: Mesh) -> None:
         assert (answer.finish.num_replacements > 0) == (index in seen)
 
     # A prefill node, in the middle of its prompts.
-    long_prompts = [prompts.token_prompt(600 + index) for index in range(2)]
+    long_prompts = [prompts.token_prompt(400 + index) for index in range(2)]
     dying = mesh.nodes.pop("prefill-0")
     with ThreadPoolExecutor(len(long_prompts)) as pool:
         running = [pool.submit(mesh.client.generate, token_ids=ids, max_tokens=3) for ids in long_prompts]

@@ -69,7 +69,7 @@ def test_killing_the_client_mid_stream_stops_the_work_on_all_nodes(mesh: Mesh) -
 
 @pytest.mark.parametrize("num_deltas", [0, 1, 5])
 def test_cancelling_at_any_point_returns_every_block(mesh: Mesh, num_deltas: int) -> None:
-    stream = mesh.client.start(token_ids=prompts.token_prompt(1500 + num_deltas), max_tokens=500, ignore_eos=True)
+    stream = mesh.client.start(token_ids=prompts.token_prompt(600 + num_deltas), max_tokens=500, ignore_eos=True)
     responses = iter(stream)
     seen = 0
     while seen < num_deltas:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from unit.model_runtime import tiny_gemma3, tiny_llama
 from unit.model_runtime.fused_run import FusedRun
 from unit.model_runtime.paged_batches import BlockLedger, Row
-from unit.model_runtime.reference_models import random_prompt, reference_greedy, save
+from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 from unit.model_runtime.thread_ranks import run_ranks
 from unit.model_runtime.tiny_models import TINY_MODELS
 
@@ -60,8 +60,15 @@ class Pair:
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         return random_prompt(num_tokens, seed, self.checkpoint.config.vocab_size)
 
-    def expect(self, prompts: Mapping[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
-        return {name: reference_greedy(self.reference, prompt, num_tokens) for name, prompt in prompts.items()}
+    def assert_greedy(
+        self, by_rank: Sequence[Mapping[str, list[int]]], prompts: Mapping[str, list[int]], num_tokens: int
+    ) -> None:
+        """Every rank has the reference's tokens."""
+        answers = by_rank[0]
+        assert all(others == answers for others in by_rank)
+        assert answers.keys() == prompts.keys()
+        for name, prompt in prompts.items():
+            assert_greedy(self.reference, prompt, answers[name], num_tokens)
 
 
 def make_pair(name: str, directory: Path) -> Pair:
@@ -92,9 +99,9 @@ def test_sharded_requests_that_share_batches_and_are_cut_into_chunks_are_exact(p
         run.assert_all_blocks_return()
         return generated
 
-    expected = pair.expect(prompts, 20)
-    assert len({token for tokens in expected.values() for token in tokens}) > 8
-    assert run_ranks(num_ranks, work) == [expected] * num_ranks
+    by_rank = run_ranks(num_ranks, work)
+    assert len({token for tokens in by_rank[0].values() for token in tokens}) > 8
+    pair.assert_greedy(by_rank, prompts, 20)
 
 
 def test_sharded_prefix_hit_is_exact(pair: Pair) -> None:
@@ -108,7 +115,7 @@ def test_sharded_prefix_hit_is_exact(pair: Pair) -> None:
         assert run.hit_tokens == {"first": 0, "second": 5 * GRAIN}
         return generated
 
-    assert run_ranks(2, work) == [pair.expect(prompts, 20)] * 2
+    pair.assert_greedy(run_ranks(2, work), prompts, 20)
 
 
 def test_sharded_llama_in_arenas_that_must_evict_and_retract_is_exact(llama: Pair) -> None:
@@ -123,7 +130,7 @@ def test_sharded_llama_in_arenas_that_must_evict_and_retract_is_exact(llama: Pai
         run.assert_all_blocks_return()
         return generated
 
-    assert run_ranks(2, work) == [llama.expect(prompts, 48)] * 2
+    llama.assert_greedy(run_ranks(2, work), prompts, 48)
 
 
 def test_every_llama_rank_has_the_same_logits_to_the_bit(llama: Pair) -> None:
@@ -150,7 +157,9 @@ def test_two_llama_ranks_with_half_of_the_memory_hold_the_same_tokens(llama: Pai
         mine = executor(llama.checkpoint, ranks, memory_bytes=half)
         return mine.arena.num_bytes, mine.token_capacity, FusedRun(mine).generate(prompts, 8)
 
-    assert run_ranks(2, work) == [(half, 14 * GRAIN, llama.expect(prompts, 8))] * 2
+    by_rank = run_ranks(2, work)
+    assert [sizes for *sizes, _ in by_rank] == [[half, 14 * GRAIN]] * 2
+    llama.assert_greedy([answers for _, _, answers in by_rank], prompts, 8)
 
 
 def test_a_llama_rank_writes_the_rows_of_its_own_blocks_and_nothing_else(llama: Pair) -> None:
