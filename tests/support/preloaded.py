@@ -74,12 +74,14 @@ class PreloadedProcess:
 class Origin:
     """The process that the others are forked from. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: words before the command that become this process, such as those that enter a namespace."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         with theirs:
             passed = theirs.fileno()
-            self._process = subprocess.Popen([sys.executable, __file__, str(passed)], pass_fds=[passed])
+            command = [*prefix, sys.executable, __file__, str(passed)]
+            self._process = subprocess.Popen(command, pass_fds=[passed])
 
     @property
     def pid(self) -> int:
@@ -136,9 +138,9 @@ class Origin:
 
 
 @functools.cache
-def origin() -> Origin:
-    """The one of this process, started on first use."""
-    started = Origin()
+def origin(*prefix: str) -> Origin:
+    """The one of this process behind these words, started on first use."""
+    started = Origin(prefix)
     atexit.register(started.close)
     return started
 

@@ -6,9 +6,8 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -16,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
 from pdmesh_cli.parent_death import PARENT_PID_VARIABLE
-from support.preloaded import PreloadedProcess, origin
+from support.preloaded import origin
 
 START_TIMEOUT_S = 90.0
 
@@ -33,31 +32,23 @@ class NodeProcess:
         name: str | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        """`prefix`: words before the command that become this process, such as those that enter a namespace."""
+        """`prefix`: those of the process that this one is forked from."""
         self.name = name or role
         self._role, self._arguments, self._folder, self._prefix = role, tuple(arguments), folder, prefix
         self.log_path = folder / f"{self.name}.log"
         ready_path = folder / f"{self.name}.ready"
         ready_path.unlink(missing_ok=True)
         self.log = self.log_path.open("ab")
-        self.process = self._start({**os.environ, "PDMESH_READY_FILE": str(ready_path)})
+        parent = origin(*prefix)
+        # The child asks the kernel to die with its parent.
+        own = {"PDMESH_READY_FILE": str(ready_path), PARENT_PID_VARIABLE: str(parent.pid)}
+        self.process = parent.start(
+            (role, *arguments), environment={**os.environ, **own}, stdout=self.log, stderr=self.log
+        )
         self.announced = self._wait_until_ready(ready_path)
         self.address = self.announced["address"]
         self.channel = grpc.insecure_channel(self.address)
         self.node = mesh_pb2_grpc.NodeStub(self.channel)
-
-    def _start(self, environment: Mapping[str, str]) -> PreloadedProcess | subprocess.Popen[bytes]:
-        # The child asks the kernel to die with its parent; a hook run at the fork is not safe beside gRPC's threads.
-        arguments = (self._role, *self._arguments)
-        if not self._prefix:
-            known = {**environment, PARENT_PID_VARIABLE: str(origin().pid)}
-            return origin().start(arguments, environment=known, stdout=self.log, stderr=self.log)
-        return subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "pdmesh_cli.main", *arguments],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env={**environment, PARENT_PID_VARIABLE: str(os.getpid())},
-        )
 
     def _wait_until_ready(self, ready_path: Path) -> dict[str, str]:
         """What the node says about itself."""

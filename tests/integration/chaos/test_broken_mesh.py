@@ -21,7 +21,7 @@ from support.processes import wait_until
 SERVING = health_pb2.HealthCheckResponse.SERVING
 # Shorter than any bound by which a peer is given up.
 SHORT_PAUSE_S = 0.7
-# Clients that wait between two requests, where a test waits for seconds until something is noticed.
+# Clients that wait between two requests, where a test waits for seconds until something is noticed or has started.
 THINK_S = 0.3
 NUM_REQUESTS = 300
 # The first two storms fill pools and caches that are kept; what two more add would be a leak. One of a request's
@@ -39,7 +39,7 @@ def test_a_killed_compute_node_costs_no_request_and_its_successor_takes_its_plac
     drawn = random.Random(f"kill {role}")
     victim = drawn.choice([f"{role}-0", f"{role}-1"])
     incarnations = {node.info().incarnation for node in field.nodes.values()}
-    with Load(field, think_s=0.1, seed=drawn.randrange(1000)) as load:
+    with Load(field, think_s=THINK_S, seed=drawn.randrange(1000)) as load:
         load.wait_for_tokens(drawn.randrange(100, 2000))
         field.kill(victim)
         wait_until(lambda: field.peer_state(victim) != "ready", 20.0, f"the router knows that {victim} is gone")
@@ -200,7 +200,7 @@ def test_four_storms_of_300_cancelled_requests_leave_blocks_memory_and_files_as_
 
 def test_a_rolling_restart_of_all_compute_nodes_under_load_fails_no_stream(field: Field) -> None:
     old = [field.nodes[name] for name in COMPUTE_NODES]
-    with Load(field, think_s=0.1, seed=11) as load:
+    with Load(field, think_s=THINK_S, seed=11) as load:
         # Half of each pool at a time, which is as much as a pool of two can spare.
         for names in (("prefill-0", "decode-0"), ("prefill-1", "decode-1")):
             load.wait_for_tokens(500)
