@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 # Their session fixtures are meshes of node processes.
 WHOLE_FOLDERS = ("tests/integration/mesh/",)
-# As `--costs` lists them.
+# As `--costs` lists them; between the two that start many processes what computes in one.
 LONGEST_FIRST = (
     "tests/integration/mesh/",
+    "tests/unit/scheduler_core/test_against_reference_model.py",
     "tests/unit/model_runtime/",
+    "tests/sim/",
     "tests/integration/chaos/",
 )
 
