@@ -157,8 +157,12 @@ def test_a_decode_node_survives_whatever_an_introduction_is_answered_with(mesh: 
 
     async def ask() -> None:
         async with LyingNode(mesh.addresses["prefill"], {BOOTSTRAP: lie}) as liar:
-            code, _ = await mesh.mesh.error(mesh.nodes["decode"], fresh_prompt(), prefill_address=liar.address)
-            outcomes[code.name] += 1
+            try:
+                await mesh.mesh.generate(mesh.nodes["decode"], fresh_prompt(), prefill_address=liar.address)
+                # The port was that of an earlier one, which the node still trusts.
+                outcomes["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                outcomes[error.code().name] += 1
         await mesh.assert_quiet()
 
     @looks(25, shrinks=False)
