@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import warnings
 from collections.abc import Iterable
 
@@ -111,7 +112,9 @@ def _attributes_of(attributes: Iterable[KeyValue]) -> dict[str, AttributeValue]:
 
 
 def _value_of(value: AnyValue) -> AttributeValue:
-    """Scalars as they are, lists with semicolons between their parts, other composite values as text."""
+    """Scalars as they are, lists with semicolons between their parts, other composite values as text; numbers that are
+    none as well, which JSON has no way to write.
+    """
     match value.WhichOneof("value"):
         case "string_value":
             return value.string_value
@@ -120,7 +123,7 @@ def _value_of(value: AnyValue) -> AttributeValue:
         case "int_value":
             return value.int_value
         case "double_value":
-            return value.double_value
+            return value.double_value if math.isfinite(value.double_value) else str(value.double_value)
         case "array_value":
             return "; ".join(str(_value_of(part)) for part in value.array_value.values)
         case _:

@@ -49,11 +49,16 @@ def show_trace(store: TraceStore, trace_id: str) -> JsonObject | None:
     for span in spans:
         children.setdefault(span.parent_span_id if span.parent_span_id in held else "", []).append(span)
     rows: list[JsonObject] = []
-    waiting = [(span, 0) for span in reversed(children.get("", []))]
-    while waiting:
-        span, depth = waiting.pop()
-        rows.append(_row(span, depth))
-        waiting += [(child, depth + 1) for child in reversed(children.get(span.span_id, []))]
+    shown: set[str] = set()
+    # Spans that enclose one another in a circle have no root among them: the first stands for one.
+    for root in (*children.get("", ()), *spans):
+        waiting = [(root, 0)]
+        while waiting:
+            span, depth = waiting.pop()
+            if span.span_id not in shown:
+                shown.add(span.span_id)
+                rows.append(_row(span, depth))
+                waiting += [(child, depth + 1) for child in reversed(children.get(span.span_id, ()))]
     return {"trace_id": trace_id, "spans": rows}
 
 

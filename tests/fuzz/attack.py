@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +23,10 @@ def nothing(mesh: FuzzedMesh) -> tuple[Message, ...]:
     return ()
 
 
+async def at_nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Who is asked, what good requests look like, and how long a call may last. `num_bursts` of each who is asked."""
@@ -34,9 +38,16 @@ class Case:
 
 
 def attack(
-    mesh: FuzzedMesh, method: MethodDescriptor, case: Case, node: str, allowed: frozenset[grpc.StatusCode]
+    mesh: FuzzedMesh,
+    method: MethodDescriptor,
+    case: Case,
+    node: str,
+    allowed: frozenset[grpc.StatusCode],
+    look: Callable[[], Awaitable[None]] = at_nothing,
 ) -> set[grpc.StatusCode]:
-    """Bursts of hostile messages; the statuses that came of them, all of which are `allowed`."""
+    """Bursts of hostile messages, with a `look` at what they left after each; the statuses that came of them, all of
+    which are `allowed`.
+    """
     assert not allowed & {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
     good = case.good(mesh) or (message_of(method.input_type),)
     messages = hostile(method.input_type, good).map(encoded) | raw_bytes(good)
@@ -48,6 +59,7 @@ def attack(
         async def fire() -> list[Outcome]:
             calls = (mesh.call(node, method, data, timeout_s=case.timeout_s) for data in burst)
             outcomes = await asyncio.gather(*calls)
+            await look()
             await mesh.assert_quiet()
             return list(outcomes)
 

@@ -88,19 +88,18 @@ def trace_exports() -> tuple[Message, ...]:
         AnyValue(string_value="x"),
         AnyValue(int_value=-1),
         AnyValue(double_value=0.5),
+        AnyValue(double_value=float("nan")),
         AnyValue(kvlist_value=KeyValueList(values=[KeyValue(key="k", value=AnyValue(bool_value=True))])),
     )
-    span = Span(
-        trace_id=b"t" * 16,
-        span_id=b"s" * 8,
-        parent_span_id=b"p" * 8,
-        name="pdmesh.decode.request",
-        start_time_unix_nano=10**18,
-        end_time_unix_nano=10**18 + 5,
-        attributes=[KeyValue(key=f"key-{index}", value=value) for index, value in enumerate(values)],
-    )
+    common = {"trace_id": b"t" * 16, "start_time_unix_nano": 10**18, "end_time_unix_nano": 10**18 + 5}
+    attributes = [KeyValue(key=f"key-{index}", value=value) for index, value in enumerate(values)]
+    # What the page lists of a request.
+    tokens = KeyValue(key="gen_ai.usage.output_tokens", value=AnyValue(double_value=3))
+    request = Span(span_id=b"r" * 8, name="chat tiny", attributes=[*attributes, tokens], **common)
+    part = Span(span_id=b"s" * 8, parent_span_id=b"r" * 8, name="pdmesh.transfer", attributes=attributes, **common)
+    circular = Span(span_id=b"c" * 8, parent_span_id=b"c" * 8, name="a", **common)
     resource = Resource(attributes=[KeyValue(key="service.name", value=AnyValue(string_value="n"))])
-    spans = ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[span, span])])
+    spans = ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[request, part, circular])])
     return (ExportTraceServiceRequest(resource_spans=[spans]),)
 
 

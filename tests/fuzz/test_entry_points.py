@@ -115,8 +115,6 @@ def test_whatever_nodes_report_is_taken_and_the_page_still_shows_what_can_be_sho
     mesh: FuzzedMesh, module: object, good: Callable[[], tuple[Message, ...]]
 ) -> None:
     (service,) = module.DESCRIPTOR.services_by_name.values()
-    case = Case(nodes=("router",), good=lambda _: good(), num_bursts=10)
-    attack(mesh, service.methods_by_name["Export"], case, "router", FRAME_STATUSES)
 
     def look(path: str) -> object:
         with urllib.request.urlopen(f"http://{mesh.router.router.http_address}{path}", timeout=20) as answer:
@@ -127,4 +125,5 @@ def test_whatever_nodes_report_is_taken_and_the_page_still_shows_what_can_be_sho
         for line in state["traces"]:
             assert (await asyncio.to_thread(look, f"/ui/traces/{line['trace_id']}"))["spans"]
 
-    mesh.run(look_at_all())
+    case = Case(nodes=("router",), good=lambda _: good(), num_bursts=20)
+    attack(mesh, service.methods_by_name["Export"], case, "router", FRAME_STATUSES, look_at_all)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import shutil
 import urllib.error
 import urllib.request
@@ -14,13 +15,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from pdmesh.v1 import mesh_pb2
 from unit.router_node.fakes import FakeNode, RunningRouter, StartRouter
 
 from node_runtime.rpc import Telemetry, current_context
 from router_node.trace_summary import KIND_BY_NAME
 
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 MS = 1_000_000
 BEGAN_NS = 1_800_000_000_000 * MS
 
@@ -114,6 +120,36 @@ async def test_only_the_newest_traces_are_kept(router: RunningRouter) -> None:
     listed = [line["trace_id"] for line in (await get(router, "/ui/state")).json()["traces"]]
     assert listed == sent[:1:-1]
     assert (await get(router, f"/ui/traces/{sent[0]}")).status_code == 404
+
+
+async def export(router: RunningRouter, *spans: Span) -> None:
+    """As a node would that has lost its mind."""
+    request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(scope_spans=[ScopeSpans(spans=spans)])])
+    async with grpc.aio.insecure_channel(router.router.address) as channel:
+        await channel.unary_unary(EXPORT)(request.SerializeToString(), timeout=20)
+
+
+async def test_numbers_that_are_none_are_shown_as_text(router: RunningRouter) -> None:
+    attributes = [
+        KeyValue(key=key, value=AnyValue(double_value=value))
+        for key, value in (("pdmesh.x", math.nan), ("gen_ai.usage.output_tokens", math.inf))
+    ]
+    await export(router, Span(trace_id=b"t" * 16, span_id=b"s" * 8, name="chat tiny", attributes=attributes))
+    assert (await get(router, "/ui/state")).status_code == 200
+    (span,) = (await get(router, f"/ui/traces/{(b't' * 16).hex()}")).json()["spans"]
+    assert span["attributes"]["pdmesh.x"] == "nan"
+
+
+async def test_spans_that_enclose_one_another_are_shown_all_the_same(router: RunningRouter) -> None:
+    common = {"trace_id": b"t" * 16, "name": "a"}
+    spans = [
+        Span(span_id=b"1" * 8, parent_span_id=b"2" * 8, **common),
+        Span(span_id=b"2" * 8, parent_span_id=b"1" * 8, **common),
+        Span(span_id=b"3" * 8, parent_span_id=b"3" * 8, **common),
+    ]
+    await export(router, *spans)
+    shown = (await get(router, f"/ui/traces/{(b't' * 16).hex()}")).json()["spans"]
+    assert [span["depth"] for span in shown] == [0, 1, 0]
 
 
 async def test_a_failed_request_says_why(router: RunningRouter) -> None:
