@@ -1,8 +1,7 @@
 """The prefill nodes that this decode node takes its caches from, by address and incarnation.
 
-A peer is made by Bootstrap: the manifests must agree, and the data plane is proved by a nonce that the prefill node
-writes into a probe slot of ours. Configured addresses are connected to eagerly and watched; others when a request first
-names them. A failed handoff makes its peer suspect: the next use bootstraps again. Lives on the event loop.
+Configured addresses are connected to eagerly and watched; others when a request first names them. A failed handoff
+makes its peer suspect: the next use bootstraps again. Lives on the event loop; what a bootstrap is, it does not know.
 """
 
 from __future__ import annotations
@@ -10,69 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
 
-from cache_runtime.transfer.engine import TransferEngine
-from cache_runtime.transfer.placement import check_bridgeable, logical_differences
-from cache_runtime.transfer.plane_set import PlaneSet
-from cache_runtime.transfer.schema import PlacementManifest
-from node_runtime.adapters import AdapterId
-from node_runtime.errors import (
-    IncompatiblePeer,
-    InvalidRequest,
-    NodeError,
-    PeerDraining,
-    PeerUnavailable,
-    RemoteError,
-    TransferBroken,
-)
-from node_runtime.handoff.probe import NONCE_BYTES, ProbeBuffer, nonce_key
-from node_runtime.request_rules import check_incarnation, check_node_id
-from node_runtime.rpc import Channel, Transport, connect, watch_health
-from node_runtime.wire.adapter import adapters_from_proto
-from node_runtime.wire.manifest import manifest_from_proto, manifest_to_proto
+from decode_node.bootstrap import PeerBootstrap, PrefillPeer
+from node_runtime.errors import NodeError, PeerDraining, PeerUnavailable
+from node_runtime.rpc import watch_health
 
 _log = logging.getLogger(__name__)
 
-BOOTSTRAP_TIMEOUT_S = 10.0
 RETRY_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 # How often a configured peer that seems healthy is asked whether it still is the same process.
 WATCH_INTERVAL_S = 5.0
 _WATCH_TIMEOUT_S = 3.0
 # Streams by which the health of peers is followed are renewed after this time: no call of ours is without a deadline.
 _HEALTH_WATCH_S = 300.0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PrefillPeer:
-    """One incarnation of a prefill node, with a connection of its own."""
-
-    address: str
-    node_id: str
-    incarnation: int
-    channel: Channel
-    # What it writes our blocks through.
-    plane: TransferEngine
-    # What it can compute prompts with.
-    adapters: frozenset[AdapterId] = frozenset()
-    num_users: int = 0
-    is_retired: bool = False
-    # Told when the node came back as another incarnation: nothing will come of the handoffs with this one.
-    on_restart: set[Callable[[], None]] = field(default_factory=set)
-
-    async def release(self) -> None:
-        """Ends one use; the connection of a retired peer closes with its last."""
-        self.num_users -= 1
-        await self.close_if_unused()
-
-    async def close_if_unused(self) -> None:
-        if self.is_retired and self.num_users == 0:
-            await self.channel.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -115,29 +69,10 @@ class _Entry:
 class PrefillPeers:
     """Registry of prefill nodes."""
 
-    def __init__(
-        self,
-        *,
-        node_id: str,
-        incarnation: int,
-        planes: PlaneSet,
-        manifest: PlacementManifest,
-        probes: ProbeBuffer,
-        max_message_bytes: int,
-        on_change: Callable[[], None],
-        transport: Transport | None = None,
-        adapters: Sequence[AdapterId] = (),
-    ) -> None:
-        """`on_change` is called whenever a peer may have become ready or ceased to be. `adapters` are this node's."""
-        self._node_id = node_id
-        self._incarnation = incarnation
-        self._planes = planes
-        self._manifest = manifest
-        self._probes = probes
-        self._max_message_bytes = max_message_bytes
+    def __init__(self, bootstrap: PeerBootstrap, on_change: Callable[[], None]) -> None:
+        """`on_change` is called whenever a peer may have become ready or ceased to be."""
+        self._bootstrap = bootstrap
         self._on_change = on_change
-        self._transport = transport
-        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._entries: dict[str, _Entry] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._partings: set[asyncio.Task[None]] = set()
@@ -233,7 +168,7 @@ class PrefillPeers:
 
     async def _attempt(self, entry: _Entry) -> None:
         try:
-            await self._bootstrap(entry)
+            await self._renew(entry)
         finally:
             entry.attempt = None
             if not entry.is_ready and not entry.is_watched:
@@ -254,105 +189,26 @@ class PrefillPeers:
             peer.is_retired = True
             await peer.close_if_unused()
 
-    async def _bootstrap(self, entry: _Entry) -> None:
-        """Makes a new peer for the entry. A fresh connection has no back-off to sit out."""
-        channel = connect(entry.address, max_message_bytes=self._max_message_bytes, transport=self._transport)
+    async def _renew(self, entry: _Entry) -> None:
+        """Makes a new peer for the entry."""
         try:
-            response = await self._prove(channel)
-            adapters = self._check(entry.address, response)
-            plane = self._chosen_plane(entry.address, response)
+            peer = await self._bootstrap.peer_at(entry.address)
         except BaseException as error:
             entry.detail = error.message if isinstance(error, NodeError) else "interrupted"
             entry.is_draining = isinstance(error, PeerDraining)
-            await channel.close()
             if isinstance(error, PeerUnavailable) and not isinstance(error, PeerDraining):
                 reason = f"the prefill node cannot be connected to: {error.reason}"
                 raise PeerUnavailable(error.address, reason) from None
             raise
-        old, entry.peer = (
-            entry.peer,
-            PrefillPeer(
-                address=entry.address,
-                node_id=response.node_id,
-                incarnation=response.incarnation,
-                channel=channel,
-                plane=plane,
-                adapters=adapters,
-            ),
-        )
+        old, entry.peer = entry.peer, peer
         entry.is_suspect = entry.is_draining = False
         entry.changed.set()
-        _log.info("prefill node %s at %s is a peer: data plane %s", response.node_id, entry.address, plane.name)
-        self._warn_of_other_adapters(entry.peer)
+        _log.info("prefill node %s at %s is a peer: data plane %s", peer.node_id, entry.address, peer.plane.name)
         self._on_change()
-        if old is not None and old.incarnation != response.incarnation:
+        if old is not None and old.incarnation != peer.incarnation:
             for tell in tuple(old.on_restart):
                 tell()
         await self._retire(old)
-
-    async def _prove(self, channel: Channel) -> prefill_pb2.BootstrapResponse:
-        """Bootstrap, with the nonce read back from our own memory."""
-        stub = channel.stub(prefill_pb2_grpc.PrefillStub)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        async with self._probes.slot() as slot:
-            request = prefill_pb2.BootstrapRequest(
-                node_id=self._node_id,
-                incarnation=self._incarnation,
-                manifest=manifest_to_proto(self._manifest),
-                nonce=nonce,
-                nonce_address=slot.address,
-            )
-            permit = self._planes.allow(nonce_key(nonce), slot.spans)
-            try:
-                response = await channel.unary(stub.Bootstrap, request, timeout_s=BOOTSTRAP_TIMEOUT_S)
-            finally:
-                permit.revoke()
-            if slot.read() != nonce:
-                raise TransferBroken(
-                    f"prefill node at {channel.address} says that it wrote the nonce, but it did not arrive through "
-                    f"the data plane {response.data_plane or self._manifest.ranks[0].data_plane}"
-                )
-        return response
-
-    def _check(self, address: str, response: prefill_pb2.BootstrapResponse) -> frozenset[AdapterId]:
-        """Its adapters. Prompts of those that it has not, or not the same, are not for it; the others are."""
-        try:
-            check_node_id(response.node_id)
-            check_incarnation(response.incarnation)
-            manifest = manifest_from_proto(response.manifest)
-            adapters = frozenset(adapters_from_proto(response.adapters))
-        except InvalidRequest as error:
-            # The peer's mistake and not the client's.
-            raise RemoteError("INTERNAL", f"prefill node at {address} answers nonsense: {error.message}") from None
-        differences = logical_differences(
-            self._manifest.logical, manifest.logical, local_name="decode", peer_name="prefill"
-        ) or check_bridgeable(manifest, self._manifest)
-        if differences:
-            raise IncompatiblePeer(f"prefill node {response.node_id} at {address}", differences)
-        return adapters
-
-    def _warn_of_other_adapters(self, peer: PrefillPeer) -> None:
-        """Whoever exchanges an adapter node by node sees this for a while; nothing is computed with both."""
-        for other in sorted(peer.adapters):
-            own = self._adapters.get(other.name, other)
-            if own != other:
-                _log.warning(
-                    "prefill node %s at %s has the adapter %s, this node %s: no prompt with it goes there",
-                    peer.node_id,
-                    peer.address,
-                    other,
-                    own,
-                )
-
-    def _chosen_plane(self, address: str, response: prefill_pb2.BootstrapResponse) -> TransferEngine:
-        """Of the planes that we offered the one that the nonce came through."""
-        name = response.data_plane or self._manifest.ranks[0].data_plane
-        plane = self._planes.find(name)
-        if plane is None:
-            raise RemoteError(
-                "INTERNAL", f'prefill node at {address} uses data plane "{name[:64]}", which was not offered'
-            )
-        return plane
 
     # Watching configured addresses.
 

@@ -15,8 +15,8 @@ from typing import assert_never
 
 from pdmesh.v1 import handoff_pb2, prefill_pb2_grpc
 
+from decode_node.bootstrap import PrefillPeer
 from decode_node.fence import GrantFence
-from decode_node.peers import PrefillPeer
 from decode_node.verification import TransferVerifier
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop

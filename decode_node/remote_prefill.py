@@ -13,9 +13,10 @@ import secrets
 from collections.abc import Callable
 
 from cache_runtime.transfer.schema import PlacementManifest
+from decode_node.bootstrap import PrefillPeer
 from decode_node.fence import GrantFence
 from decode_node.generation import Generation
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeers
 from decode_node.receiver import HandoffFailedError, IncomingHandoff, Received, may_retry
 from decode_node.verification import TransferVerifier
 from node_runtime.adapters import AdapterId

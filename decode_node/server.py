@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdmesh.v1 import decode_pb2_grpc, mesh_pb2, mesh_pb2_grpc
 
+from decode_node.bootstrap import PeerBootstrap
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.engine_protocol.assembly import NodeParts, add_engine_protocol, check_installed
 from decode_node.engine_protocol.kv_feed import SEQUENCE_STEP, KvFeed
@@ -192,17 +193,17 @@ class DecodeNode:
         probes = ProbeBuffer()
         planes = data_plane.planes
         planes.register(probes.base_address, probes.num_bytes, shared_descriptor=probes.shared_descriptor)
-        peers = PrefillPeers(
+        bootstrap = PeerBootstrap(
             node_id=config.node_id,
             incarnation=self._incarnation,
             planes=planes,
             manifest=data_plane.manifest,
             probes=probes,
             max_message_bytes=config.max_message_bytes,
-            on_change=self._update_health,
             transport=transport,
             adapters=self._core.facts.adapters,
         )
+        peers = PrefillPeers(bootstrap, self._update_health)
         verifier = TransferVerifier(
             data_plane.manifest.logical,
             data_plane.manifest.ranks,

@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 from pdmesh.v1 import decode_pb2
 
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.bootstrap import PrefillPeer
+from decode_node.peers import PrefillPeers
 from decode_node.service import DecodeService
 from node_runtime.errors import NodeError, NoPrefillNodeReady, PrefillFailed
 from node_runtime.rpc import RpcContext, status_of

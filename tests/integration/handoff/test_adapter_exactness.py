@@ -260,7 +260,7 @@ async def test_a_prefill_node_without_the_adapter_is_not_asked_and_would_not_do_
     assert "prefill=none, decode=served" in message
     assert prefill.node.engine.snapshot.num_steps == 0
     # Should a decode node ask all the same.
-    monkeypatch.setattr("decode_node.peers.adapters_from_proto", lambda _: decode.core.facts.adapters)
+    monkeypatch.setattr("decode_node.bootstrap.adapters_from_proto", lambda _: decode.core.facts.adapters)
     credulous = await mesh.decode(prefill)
     code, message = await mesh.error(credulous, prompt, **named("red"), prefill_address=prefill.address)
     assert code is grpc.StatusCode.FAILED_PRECONDITION

@@ -71,7 +71,7 @@ async def test_a_bootstrap_whose_caller_leaves_closes_the_link_that_it_was_openi
         incarnation=5,
         manifest=manifest_to_proto(decode.core.require_data_plane().manifest),
         nonce=b"n" * 32,
-        nonce_address=decode.node._receiving.peers._probes.base_address,
+        nonce_address=decode.node._receiving.peers._bootstrap._probes.base_address,
     )
     async with grpc.aio.insecure_channel(prefill.address) as channel:
         call = prefill_pb2_grpc.PrefillStub(channel).Bootstrap(request, timeout=30)

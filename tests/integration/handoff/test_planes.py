@@ -108,10 +108,10 @@ async def test_what_a_plane_hashed_on_arrival_is_compared_with_what_was_hashed_o
 async def test_shared_memory_that_cannot_be_reached_gives_way_to_the_stream(mesh: FakeMesh) -> None:
     one, other = await pair(mesh, [shm, stream], [shm, stream])
     # As from another network namespace of the host: what the manifest names is not there.
-    peers = other.node._receiving.peers
-    rank = peers._manifest.ranks[0]
+    bootstrap = other.node._receiving.peers._bootstrap
+    rank = bootstrap._manifest.ranks[0]
     hidden = tuple(replace(offer, endpoint="nobody") if offer.name == "shm" else offer for offer in rank.planes)
-    peers._manifest = replace(peers._manifest, ranks=(replace(rank, planes=hidden),))
+    bootstrap._manifest = replace(bootstrap._manifest, ranks=(replace(rank, planes=hidden),))
     answer = await mesh.generate(other, PROMPT, prefill_address=one.address)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
     assert await used_planes(mesh, one, other) == ["stream", "stream"]
@@ -124,8 +124,8 @@ async def test_a_node_of_a_release_that_knows_no_offers_is_reached_over_the_plan
     makes = [memory, shm, stream]
     one, other = await pair(mesh, [memory] if not is_decode_older else makes, makes)
     if is_decode_older:
-        peers = other.node._receiving.peers
-        peers._manifest = replace(peers._manifest, ranks=(replace(peers._manifest.ranks[0], planes=()),))
+        asking = other.node._receiving.peers._bootstrap
+        asking._manifest = replace(asking._manifest, ranks=(replace(asking._manifest.ranks[0], planes=()),))
     else:
         # It neither reads the offers nor says which plane it chose.
         bootstrap = one.node._peers.bootstrap

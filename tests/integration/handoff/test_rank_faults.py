@@ -128,8 +128,8 @@ def with_ranks_apart(manifest: PlacementManifest) -> PlacementManifest:
 async def test_a_peer_whose_ranks_cannot_be_linked_is_refused_at_bootstrap_with_the_reason(mesh: FakeMesh) -> None:
     prefill = await mesh.prefill()
     decode = await mesh.decode(num_ranks=2)
-    peers = decode.node._receiving.peers
-    peers._manifest = with_ranks_apart(peers._manifest)
+    bootstrap = decode.node._receiving.peers._bootstrap
+    bootstrap._manifest = with_ranks_apart(bootstrap._manifest)
     code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
     assert code == grpc.StatusCode.FAILED_PRECONDITION
     assert "target ranks 0 and 1: reached at memory" in message
@@ -141,8 +141,10 @@ async def test_a_peer_whose_ranks_cannot_be_linked_is_refused_at_bootstrap_with_
 async def test_ranks_whose_memory_is_not_exposed_are_refused_at_bootstrap(mesh: FakeMesh) -> None:
     prefill = await mesh.prefill()
     decode = await mesh.decode(num_ranks=2)
-    peers = decode.node._receiving.peers
-    first, second = peers._manifest.ranks
-    peers._manifest = replace(peers._manifest, ranks=(first, replace(second, arena_base=second.arena_base + (1 << 40))))
+    bootstrap = decode.node._receiving.peers._bootstrap
+    first, second = bootstrap._manifest.ranks
+    bootstrap._manifest = replace(
+        bootstrap._manifest, ranks=(first, replace(second, arena_base=second.arena_base + (1 << 40)))
+    )
     code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
     assert (code, "does not expose" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True), message

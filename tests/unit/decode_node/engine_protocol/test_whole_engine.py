@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
+from decode_node.bootstrap import PrefillPeer
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.engine_protocol.assembly import check_installed
 from decode_node.engine_protocol.whole_engine import chosen_peer
-from decode_node.peers import PrefillPeer
 from node_runtime.errors import BadConfig
 from node_runtime.rpc.access import ENGINE_PROTOCOL, roles_for
 
