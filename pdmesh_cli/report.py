@@ -101,7 +101,7 @@ def request_report(placement: Placement, finish: Finish) -> Text:
     usage = finish.usage
     tokens = f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} completion ({describe_finish(finish)})"
     rows = [
-        ("ran", describe_place(placement)),
+        ("began" if finish.num_replacements else "ran", describe_place(placement)),
         *_moves(finish),
         ("tokens", tokens),
         ("cached", describe_cached(usage.cached)),

@@ -57,6 +57,7 @@ def test_a_request_of_one_node_has_no_handoff() -> None:
 
 def test_a_request_that_did_not_stay_where_it_was_placed_says_so() -> None:
     lines = _text(report.request_report(_PLACEMENT, dataclasses.replace(_FINISH, num_replacements=2))).splitlines()
+    assert lines[0] == "began    prefill on prefill-0, decode on decode-0"
     assert lines[1] == "moved    2 times, because a node had failed or refused it"
 
 
