@@ -21,10 +21,11 @@ EXIT_BAD_USAGE: Final = 2
 
 
 @contextmanager
-def reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
+def reported_failures(*, quote_logs: bool = False, asks_router: bool = True) -> Iterator[None]:
     """Ends the command with one clear line for what can go wrong in the open; defects keep their traceback.
 
-    `quote_logs` shows the last lines of a child that failed, for commands that do not show them anyway.
+    `quote_logs` shows the last lines of a child that failed, for commands that do not show them anyway. `asks_router`
+    is False of commands that are given the address of any node: how a router is named is no advice to them.
     """
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -38,7 +39,7 @@ def reported_failures(*, quote_logs: bool = False) -> Iterator[None]:
     except PortInUse as error:
         _fail(err, f"{error}; choose another with --port, or 0 for a free one", EXIT_FAILURE)
     except (ModelFetchError, PdmeshError, NodeError) as error:
-        _fail(err, _with_advice(error), EXIT_FAILURE)
+        _fail(err, _with_advice(error) if asks_router else error, EXIT_FAILURE)
     except (KeyboardInterrupt, asyncio.CancelledError):
         err.print("interrupted")
         sys.exit(128 + signal.SIGINT)

@@ -120,7 +120,7 @@ def drain(
     from pdmesh_cli.drain import drain_line, drain_node, wait_until_left
     from pdmesh_cli.identity import identity_of
 
-    with reported_failures():
+    with reported_failures(asks_router=False):
         identity = identity_of(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
