@@ -172,7 +172,7 @@ def check_files(files: _FileArgument, role: _Role = "") -> None:
         except BadConfig as error:
             faults.append(error.message if str(path) in error.message else f"{path}: {error.message}")
         else:
-            typer.echo(f"{path}: good for a {configs[path].role_name}")
+            typer.echo(f"{path}: good for a {configs[path].role_name} node")
     faults += disagreements(configs)
     if faults:
         raise BadConfig("; ".join(faults))

@@ -31,7 +31,7 @@ def decode_file(tmp_path: Path) -> Path:
 
 def test_a_good_file_is_good_for_the_role_that_it_names(decode_file: Path) -> None:
     result = _run("check", str(decode_file))
-    assert (result.exit_code, result.stdout) == (0, f"{decode_file}: good for a decode\n")
+    assert (result.exit_code, result.stdout) == (0, f"{decode_file}: good for a decode node\n")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_all_files_are_checked_also_after_a_wrong_one(tmp_path: Path, decode_fil
     result = _run("check", str(wrong), str(decode_file))
     assert result.exit_code == 2
     assert "model: required" in result.stderr
-    assert f"{decode_file}: good for a decode" in result.stdout
+    assert f"{decode_file}: good for a decode node" in result.stdout
 
 
 def test_nodes_that_could_not_exchange_cache_are_named_with_what_differs(tmp_path: Path, decode_file: Path) -> None:
