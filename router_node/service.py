@@ -61,7 +61,7 @@ class InferenceService:
         limits, context_tokens = routing.pool.limits(), routing.tokenizer.max_context_tokens
         base = inference_pb2.ModelCard(
             name=self._parts.model_name,
-            context_tokens=context_tokens if limits is None else min(context_tokens, limits.context_tokens),
+            context_tokens=context_tokens if limits is None else min(context_tokens, limits.tokens),
             vocab_size=routing.tokenizer.vocab_size,
         )
         return inference_pb2.ListModelsResponse(

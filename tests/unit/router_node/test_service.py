@@ -275,6 +275,15 @@ async def test_a_node_of_another_model_gets_no_request(
     assert "vocab_size is 99" in peer.detail
 
 
+async def test_the_longest_request_that_is_told_of_is_one_that_an_arena_can_hold(
+    start_router: StartRouter, prefill: FakeNode, start_node: StartNode
+) -> None:
+    decode = await start_node(DECODE, "decode-1", max_request_tokens=40)
+    router = await start_router(prefill, decode)
+    (card,) = (await router.stub.ListModels(inference_pb2.ListModelsRequest())).models
+    assert card.context_tokens == 40
+
+
 async def test_the_router_describes_itself_and_its_model(
     start_router: StartRouter, prefill: FakeNode, decode: FakeNode
 ) -> None:
