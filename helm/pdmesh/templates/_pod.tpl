@@ -179,8 +179,24 @@ volumes:
 {{- add $drain $sleep (int .root.Values.terminationMarginSeconds) -}}
 {{- end -}}
 
-{{/* What differs from pod to pod, and what the file cannot know. */}}
+{{/* Each name once, or an API server refuses the object: what is set for one workload wins over what is set for all, and that over the chart. */}}
 {{- define "pdmesh.environment" -}}
+{{- $entries := list -}}
+{{- $seen := list -}}
+{{- $all := concat (include "pdmesh.ownEnvironment" . | fromYamlArray) .root.Values.extraEnv (.values.extraEnv | default list) -}}
+{{- range $first := $all -}}
+{{- if not (has $first.name $seen) -}}
+{{- $seen = append $seen $first.name -}}
+{{- $last := $first -}}
+{{- range $entry := $all -}}{{- if eq $entry.name $first.name -}}{{- $last = $entry -}}{{- end -}}{{- end -}}
+{{- $entries = append $entries $last -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $entries -}}
+{{- end -}}
+
+{{/* What differs from pod to pod, and what the file cannot know. */}}
+{{- define "pdmesh.ownEnvironment" -}}
 - name: PDMESH_NODE_ID
   valueFrom:
     fieldRef: {fieldPath: metadata.name}
@@ -205,12 +221,6 @@ volumes:
 {{- end }}
 - name: OMP_WAIT_POLICY
   value: PASSIVE
-{{- end }}
-{{- with .root.Values.extraEnv }}
-{{ toYaml . }}
-{{- end }}
-{{- with .values.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
