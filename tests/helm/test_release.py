@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.helm_chart import CHART, ChartRefused, Manifest, Values, pod_template, render, run_helm
@@ -55,14 +57,14 @@ class Release:
     def __init__(self, api: KubernetesApi) -> None:
         self.api = api
 
-    def put(self, values: Values, *options: str) -> None:
+    def put(self, values: Values, *options: str, chart: Path = CHART) -> None:
         """Installs it or makes it another one."""
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(values, file)
             file.flush()
             # The server publishes no OpenAPI document, and sees to every object itself.
             always = ("--install", "--reset-values", "--disable-openapi-validation")
-            self._helm("upgrade", "mesh", str(CHART), "-f", file.name, *always, *options)
+            self._helm("upgrade", "mesh", str(chart), "-f", file.name, *always, *options)
 
     def roll_back(self, revision: int, *options: str) -> None:
         self._helm("rollback", "mesh", str(revision), *options)
@@ -140,6 +142,22 @@ def test_an_upgrade_touches_what_it_is_about_alone(release: Release) -> None:
     prefill = before["StatefulSet", "mesh-pdmesh-prefill-default"]
     assert prefill["spec"]["replicas"] == 2
     assert pod_template(prefill) == pod_template(_rendered({})["StatefulSet", "mesh-pdmesh-prefill-default"])
+
+
+def test_another_version_of_the_chart_that_makes_the_same_pods_replaces_none(release: Release, tmp_path: Path) -> None:
+    release.put({})
+    before = release.api.objects()
+    newer = shutil.copytree(CHART, tmp_path / "pdmesh")
+    facts = newer / "Chart.yaml"
+    facts.write_text(
+        re.sub(r"(?m)^version: .*", "version: 99.0.0", facts.read_text(encoding="utf-8")), encoding="utf-8"
+    )
+    release.put({}, chart=newer)
+    after = release.api.objects()
+    assert release.api.changes(before) == before.keys()
+    for key in (_ROUTERS, *(("StatefulSet", f"mesh-pdmesh-{role}-default") for role in ("prefill", "decode"))):
+        assert after[key]["metadata"]["labels"]["helm.sh/chart"] == "pdmesh-99.0.0"
+        assert after[key]["spec"] == before[key]["spec"]
 
 
 def test_an_upgrade_leaves_the_size_to_the_autoscaler_and_does_not_undo_what_was_done_by_hand(release: Release) -> None:
