@@ -215,10 +215,18 @@ def test_where_an_operator_is_missing_its_kind_is_named_and_nothing_is_made() ->
         assert api.num_stored() == 0
 
 
-def test_an_object_that_kubernetes_refuses_is_reported_and_the_release_mended_by_the_next(release: Release) -> None:
-    misspelt = {"decodePools": {"default": {"scheduling": {"affinity": {"podAntiAfinity": {}}}}}}
-    with pytest.raises(ChartRefused, match=r'StatefulSet "mesh-pdmesh-decode-default" is invalid: .*podAntiAfinity'):
-        release.put(misspelt)
+@pytest.mark.parametrize(
+    ("decode_pool", "words"),
+    [
+        ({"scheduling": {"affinity": {"podAntiAfinity": {}}}}, "podAntiAfinity"),
+        ({"resources": {"limits": {"cpu": "1500m"}}}, "cpu must be less than or equal to its limit"),
+    ],
+)
+def test_an_object_that_kubernetes_refuses_is_reported_and_the_release_mended_by_the_next(
+    release: Release, decode_pool: Values, words: str
+) -> None:
+    with pytest.raises(ChartRefused, match=f'StatefulSet "mesh-pdmesh-decode-default" is invalid: .*{words}'):
+        release.put({"decodePools": {"default": decode_pool}})
     assert release.history() == ["failed"]
     assert ("StatefulSet", "mesh-pdmesh-decode-default") not in release.api.objects()
     release.put({"router": {"replicas": 1}})

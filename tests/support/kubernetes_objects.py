@@ -1,8 +1,8 @@
 """What Kubernetes refuses of an object, and how a patch changes one, by the schemas of `kubernetes_validate`.
 
 Knows no server. Of what a real one refuses beyond its schemas it knows names, labels, selectors that miss their own
-pods, elements of a list that share a key, and fields that cannot be changed; nothing of quantities, defaults, quotas,
-admission, and of what objects say of one another.
+pods, volumes that are not there, resources asked for beyond their limit, elements of a list that share a key, and
+fields that cannot be changed; nothing of defaults, quotas, admission, and of what objects say of one another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from google.protobuf import descriptor_pb2, json_format, message_factory
@@ -61,12 +62,41 @@ def fault(manifest: Manifest, former: Manifest | None = None) -> str | None:
     for label, value in [*metadata.get("labels", {}).items(), *pod_labels.items()]:
         if not _LABEL_VALUE.fullmatch(value):
             return f"labels: Invalid value: {label}: {value}"
-    if "template" in spec and not selects(spec["selector"], pod_labels):
-        return "spec.template.metadata.labels: Invalid value: `selector` does not match template `labels`"
+    if "template" in spec:
+        if not selects(spec["selector"], pod_labels):
+            return "spec.template.metadata.labels: Invalid value: `selector` does not match template `labels`"
+        wrong = next(_pod_faults(spec["template"]["spec"]), None)
+        if wrong:
+            return f"spec.template.spec.{wrong}"
     changed = {name for name in spec.keys() | before.keys() if spec.get(name) != before.get(name)}
     kind = manifest["kind"]
     fixed = changed - _STATEFUL_SET_MAY_CHANGE if kind == "StatefulSet" else changed & _FIXED.get(kind, set())
     return f"spec.{min(fixed)}: Forbidden: field is immutable" if fixed else None
+
+
+def _pod_faults(pod: Manifest) -> Iterator[str]:
+    volumes = {volume["name"] for volume in pod.get("volumes", ())}
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] not in volumes:
+                yield f"{container['name']}.volumeMounts: Not found: {mount['name']}"
+        resources = container.get("resources", {})
+        requests, limits = resources.get("requests", {}), resources.get("limits", {})
+        for name in requests.keys() & limits.keys():
+            if _amount(requests[name]) > _amount(limits[name]):
+                yield f"{container['name']}.resources.requests: {name} must be less than or equal to its limit"
+        for name in requests.keys() | limits.keys():
+            # What cannot be shared is given or not.
+            if ("/" in name or name.startswith("hugepages-")) and requests.get(name) != limits.get(name):
+                yield f"{container['name']}.resources.requests: {name} must be equal to its limit"
+
+
+def _amount(quantity: str | float) -> Decimal:
+    number, unit = re.fullmatch(r"([0-9.]+)(m|[kMGTP]?|[KMGTP]i)", str(quantity)).groups()
+    if unit == "m":
+        return Decimal(number) / 1000
+    base = 1024 if unit.endswith("i") else 1000
+    return Decimal(number) * base ** " kMGTP".index(unit.removesuffix("i").replace("K", "k") or " ")
 
 
 @functools.cache
