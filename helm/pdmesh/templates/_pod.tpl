@@ -183,7 +183,7 @@ volumes:
 {{- define "pdmesh.environment" -}}
 {{- $entries := list -}}
 {{- $seen := list -}}
-{{- $all := concat (include "pdmesh.ownEnvironment" . | fromYamlArray) .root.Values.extraEnv (.values.extraEnv | default list) -}}
+{{- $all := concat (include "pdmesh.ownEnvironment" . | fromYamlArray) (.root.Values.extraEnv | default list) (.values.extraEnv | default list) -}}
 {{- range $first := $all -}}
 {{- if not (has $first.name $seen) -}}
 {{- $seen = append $seen $first.name -}}
