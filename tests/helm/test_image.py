@@ -48,7 +48,7 @@ def test_the_build_gets_everything_that_the_package_is_made_of() -> None:
         for source in text.split()[:-1]
     }
     cmake = (_ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
-    subdirectories = {path.split("/")[0] for path in re.findall(r"^add_subdirectory\((.*?)\)", cmake, re.MULTILINE)}
+    subdirectories = {path.split("/")[0] for path in re.findall(r"^ *add_subdirectory\((.*?)\)", cmake, re.MULTILINE)}
     packages = set(_PROJECT["tool"]["scikit-build"]["wheel"]["packages"])
     assert copied == packages | subdirectories | {"pyproject.toml", "README.md", "CMakeLists.txt"}
     assert all((_ROOT / source).exists() for source in copied)
