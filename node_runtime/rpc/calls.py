@@ -96,6 +96,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._default_deadline_s = default_deadline_s
         self._telemetry = telemetry
         self._access = access
+        # By method: the handler that was registered, and the one that takes its place.
+        self._handlers: dict[str, tuple[object, object]] = {}
         self._running: dict[asyncio.Task[object], str] = {}
         self._evicted: set[asyncio.Task[object]] = set()
         self._is_draining = False
@@ -143,25 +145,31 @@ class CallGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[RequestT, ResponseT] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_INFRASTRUCTURE):
+        method = handler_call_details.method
+        if handler is None or method.startswith(_INFRASTRUCTURE):
             return handler
-        return _GuardedHandler(self, handler, handler_call_details).replacement()
+        known = self._handlers.get(method)
+        if known is None or known[0] is not handler:
+            known = self._handlers[method] = (handler, _GuardedHandler(self, handler, method).replacement())
+        return cast("grpc.RpcMethodHandler[RequestT, ResponseT]", known[1])
 
     async def run(
         self,
         body: Callable[[ServerCall], Awaitable[ResultT]],
         transport: grpc.aio.ServicerContext[bytes, ResponseT],
-        details: grpc.HandlerCallDetails,
+        method: str,
     ) -> ResultT:
         """Runs one gRPC handler to its end and turns whatever it raises into a status."""
+        # Of a call without metadata there are none.
+        metadata = transport.invocation_metadata() or ()
         try:
             return await self.guarded(
                 body,
-                method=details.method,
+                method=method,
                 peer=transport.peer(),
                 limit_s=cast("float | None", transport.time_remaining()),
-                metadata=details.invocation_metadata,
-                credentials=_ShownCredentials(transport, details.invocation_metadata),
+                metadata=metadata,
+                credentials=_ShownCredentials(transport, metadata),
             )
         except NodeError as error:
             await _refuse(transport, error)
@@ -248,7 +256,7 @@ async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: 
 
 
 class _GuardedHandler(Generic[RequestT, ResponseT]):
-    """One call's handler with the guard around it.
+    """The handler of one method with the guard around it.
 
     It takes requests as bytes: what cannot be parsed is the client's mistake and becomes INVALID_ARGUMENT here, where
     gRPC would answer UNKNOWN. It writes responses itself, so a generator is closed the moment its call ends.
@@ -258,11 +266,11 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
         self,
         guard: CallGuard,
         handler: grpc.RpcMethodHandler[RequestT, ResponseT],
-        details: grpc.HandlerCallDetails,
+        method: str,
     ) -> None:
         self._guard = guard
         self._handler = handler
-        self._details = details
+        self._method = method
 
     def replacement(self) -> grpc.RpcMethodHandler[RequestT, ResponseT]:
         handler = self._handler
@@ -278,7 +286,7 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
 
     async def _unary_unary(self, data: bytes, transport: grpc.aio.ServicerContext[bytes, ResponseT]) -> ResponseT:
         serve = cast("Callable[[RequestT, ServerCall], Awaitable[ResponseT]]", self._handler.unary_unary)
-        return await self._guard.run(lambda call: serve(self._parse(data), call), transport, self._details)
+        return await self._guard.run(lambda call: serve(self._parse(data), call), transport, self._method)
 
     async def _stream_unary(
         self, messages: AsyncIterable[bytes], transport: grpc.aio.ServicerContext[bytes, ResponseT]
@@ -286,12 +294,12 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
         serve = cast(
             "Callable[[AsyncIterator[RequestT], ServerCall], Awaitable[ResponseT]]", self._handler.stream_unary
         )
-        return await self._guard.run(lambda call: serve(self._parse_all(messages), call), transport, self._details)
+        return await self._guard.run(lambda call: serve(self._parse_all(messages), call), transport, self._method)
 
     async def _unary_stream(self, data: bytes, transport: grpc.aio.ServicerContext[bytes, ResponseT]) -> None:
         serve = cast("Callable[[RequestT, ServerCall], AsyncGenerator[ResponseT, None]]", self._handler.unary_stream)
         await self._guard.run(
-            lambda call: _write_all(serve(self._parse(data), call), transport), transport, self._details
+            lambda call: _write_all(serve(self._parse(data), call), transport), transport, self._method
         )
 
     async def _stream_stream(
@@ -302,7 +310,7 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
             self._handler.stream_stream,
         )
         await self._guard.run(
-            lambda call: _write_all(serve(self._parse_all(messages), call), transport), transport, self._details
+            lambda call: _write_all(serve(self._parse_all(messages), call), transport), transport, self._method
         )
 
     def _parse(self, data: bytes) -> RequestT:
@@ -310,7 +318,7 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
         try:
             return deserialize(data)
         except DecodeError:
-            raise InvalidRequest(f"request of {self._details.method}: not a valid protobuf message") from None
+            raise InvalidRequest(f"request of {self._method}: not a valid protobuf message") from None
 
     async def _parse_all(self, messages: AsyncIterable[bytes]) -> AsyncIterator[RequestT]:
         async for data in messages:

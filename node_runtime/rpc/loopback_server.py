@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -36,7 +36,10 @@ class LoopbackServer:
 
     def __init__(self, wire: Wire, interceptor: grpc.aio.ServerInterceptor) -> None:
         self._wire = wire
-        self._interceptor = interceptor
+        # The annotations of grpcio are those of a generator.
+        self._intercept = cast(
+            "Callable[..., Awaitable[grpc.RpcMethodHandler[object, object] | None]]", interceptor.intercept_service
+        )
         self._handlers: dict[str, grpc.RpcMethodHandler[object, object]] = {}
         self._address = ""
         self._connections: set[_ServerConnection] = set()
@@ -74,14 +77,10 @@ class LoopbackServer:
         self._connections.discard(connection)
 
     async def handler_of(self, details: _CallDetails) -> grpc.RpcMethodHandler[object, object] | None:
-        async def find(given: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[object, object] | None:
-            return self._handlers.get(given.method)
+        return await self._intercept(self._find, details)
 
-        intercept = cast(
-            "Callable[..., Generator[object, None, grpc.RpcMethodHandler[object, object] | None]]",
-            self._interceptor.intercept_service,
-        )
-        return await cast("asyncio.Future[grpc.RpcMethodHandler[object, object] | None]", intercept(find, details))
+    async def _find(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[object, object] | None:
+        return self._handlers.get(details.method)
 
 
 class _ServerConnection:
