@@ -208,12 +208,6 @@ class _Ranker:
         self._policy = policy
         self._computing: dict[str, tuple[float, float, float]] = {}
         self._decoding: dict[str, tuple[float, float]] = {}
-        self._order: Callable[[Pair], _Rank] = {
-            "cache_aware": self._by_cost,
-            "least_loaded": self._by_load,
-            "round_robin": self._by_turn,
-            "pinned": self._by_beginning,
-        }[policy]
         computing = (*prefill, *(view for view in decode if view.facts.role is ComputeRole.FUSED))
         measured = [view.prefill_tokens_per_s for view in computing if view.prefill_tokens_per_s > 0]
         self._default_tokens_per_s = sum(measured) / len(measured) if measured else rates.prefill_tokens_per_s
@@ -328,6 +322,17 @@ class _Ranker:
         ]
 
     # Policies.
+
+    def _order(self, pair: Pair) -> _Rank:
+        match self._policy:
+            case "cache_aware":
+                return self._by_cost(pair)
+            case "least_loaded":
+                return self._by_load(pair)
+            case "round_robin":
+                return self._by_turn(pair)
+            case "pinned":
+                return self._by_beginning(pair)
 
     def _by_cost(self, pair: Pair) -> _Rank:
         queue_s, compute_s, share_s = self._computing_s(pair.computes)

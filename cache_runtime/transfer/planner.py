@@ -62,13 +62,10 @@ def plan_block_runs(
         return RunTable.of(())
     whole = [pair for pair in pairs if pieces is None or _is_whole(pair, pieces[pair[0].field_id])]
     cut = [] if pieces is None else [(pair, pieces[pair[0].field_id]) for pair in pairs if pair not in whole]
-    table = np.concatenate(
-        (
-            _whole_runs(source, target, whole, sources, targets),
-            *(_piece_runs(source, target, pair, rows, sources, targets) for pair, rows in cut),
-        )
-    )
-    return RunTable(_split(table, max_run_bytes))
+    tables = [_piece_runs(source, target, pair, rows, sources, targets) for pair, rows in cut]
+    if whole:
+        tables.insert(0, _whole_runs(source, target, whole, sources, targets))
+    return RunTable(_split(_joined(tables), max_run_bytes))
 
 
 def coalesce(runs: Sequence[Run], max_run_bytes: int = MAX_RUN_BYTES) -> RunTable:
@@ -145,14 +142,22 @@ def _whole_runs(
             raise PlanError(
                 f'field "{ours.field_id}": block_bytes source={ours.block_bytes}, target={theirs.block_bytes}'
             )
-    dense = [pair for pair in pairs if _is_dense(pair)]
-    spread = [pair for pair in pairs if not _is_dense(pair)]
-    return np.concatenate(
-        (
-            _field_runs(source, target, dense, _adjacent_blocks(sources, targets)),
-            _field_runs(source, target, spread, (sources, targets, np.ones_like(sources))),
-        )
-    )
+    dense, spread = [], []
+    for pair in pairs:
+        (dense if _is_dense(pair) else spread).append(pair)
+    tables = []
+    if dense:
+        tables.append(_field_runs(source, target, dense, _adjacent_blocks(sources, targets)))
+    if spread:
+        tables.append(_field_runs(source, target, spread, (sources, targets, np.ones_like(sources))))
+    return _joined(tables)
+
+
+def _joined(tables: Sequence[Int64Array]) -> Int64Array:
+    """Mostly of one: prompts in small chunks are many small plans."""
+    if len(tables) == 1:
+        return tables[0]
+    return np.concatenate(tables) if tables else np.empty((0, 3), dtype=np.int64)
 
 
 def _piece_runs(
