@@ -17,8 +17,6 @@ from simulation.run import Outcome, simulate
 # Seeds that one worker takes at a time.
 _CHUNK_SEEDS = 4
 _LINES_BEHIND_FINDING = 8
-# Often enough that what runs leave behind is looked at while it still lies in the processor's cache.
-_SEEDS_PER_COLLECTION = 4
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ def outcomes(seeds: Iterable[int], num_jobs: int) -> Iterator[Outcome]:
     """The outcomes of all seeds, in any order."""
     if num_jobs == 1:
         was_enabled = gc.isenabled()
-        _collect_seldom()
+        _collect_by_hand()
         try:
             yield from map(_run_and_collect, seeds)
         finally:
@@ -60,20 +58,21 @@ def outcomes(seeds: Iterable[int], num_jobs: int) -> Iterator[Outcome]:
             if was_enabled:
                 gc.enable()
         return
-    with multiprocessing.get_context("spawn").Pool(num_jobs, _collect_seldom) as pool:
+    with multiprocessing.get_context("spawn").Pool(num_jobs, _collect_by_hand) as pool:
         yield from pool.imap_unordered(_run_and_collect, seeds, chunksize=_CHUNK_SEEDS)
 
 
-def _collect_seldom() -> None:
+def _collect_by_hand() -> None:
     """What is loaded by now stays, and need not be looked at."""
     gc.disable()
     gc.freeze()
 
 
 def _run_and_collect(seed: int) -> Outcome:
-    if seed % _SEEDS_PER_COLLECTION == 0:
-        gc.collect()
-    return run_seed(seed)
+    """What a run leaves behind is looked at while it still lies in the processor's cache."""
+    outcome = run_seed(seed)
+    gc.collect()
+    return outcome
 
 
 def run_campaign(

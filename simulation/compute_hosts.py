@@ -56,6 +56,7 @@ class ComputeHost(Host):
         self.ranks: SimulatedRanks | None = None
         self._line: WaitingLine | None = None
         self._hangs_until_s = 0.0
+        self._layer_dice = surroundings.dice.of("layer", name)
 
     @property
     def endpoint(self) -> str:
@@ -233,7 +234,7 @@ class ComputeHost(Host):
     def _let_time_pass(self, process: Process) -> None:
         """One layer is computed, and the rest of the world goes on meanwhile."""
         world, factor = self.around.world, self.around.compute_factor * self.slowness
-        world.run_until(world.now_s + self.around.dice.of("layer", self.name).uniform(*_LAYER_S) * factor)
+        world.run_until(world.now_s + self._layer_dice.uniform(*_LAYER_S) * factor)
         # A process sleeps in mid-step, too; not while somebody else's step waits for this one to return.
         if process.is_asleep and world.depth == 1:
             world.run_until(world.now_s + _MAX_SLEEP_S, lambda: process.is_dead or not process.is_asleep)

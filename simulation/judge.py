@@ -58,16 +58,17 @@ class Judge:
             )
 
     def _judge_text(self, request: Request, index: int, sample: Sample, *, has_all: bool) -> None:
-        expected = self._expected(request, index)
         num_tokens = len(sample.token_ids)
+        expected = self._expected(request, index, num_tokens)
         name = request.request_id if request.num_samples == 1 else f"sample {index} of {request.request_id}"
-        if sample.token_ids != expected[:num_tokens]:
+        if sample.token_ids != expected:
             self.journal.find("wrong text", f"{name} got {sample.token_ids}, right is {expected}")
-        if has_all and num_tokens != len(expected):
-            self.journal.find("short text", f"{name} got {num_tokens} of {len(expected)} tokens and an OK")
+        if has_all and num_tokens != request.max_tokens:
+            self.journal.find("short text", f"{name} got {num_tokens} of {request.max_tokens} tokens and an OK")
 
-    def _expected(self, request: Request, index: int) -> list[int]:
-        return expected_tokens(self.scenario.kind, request.prompt, request.max_tokens, request.seed + index)
+    def _expected(self, request: Request, index: int, num_tokens: int) -> list[int]:
+        """The first tokens of one answer."""
+        return expected_tokens(self.scenario.kind, request.prompt, num_tokens, request.seed + index)
 
     def _is_damaged(self) -> bool:
         return any(isinstance(fault, FlipBit) for fault in self.scenario.faults)
@@ -147,7 +148,7 @@ class Judge:
         if any(_common(request.prompt, other.prompt) >= num_cached for other in others):
             return
         for other in others:
-            texts = (self._expected(other, index) for index in range(other.num_samples))
+            texts = (self._expected(other, index, other.max_tokens) for index in range(other.num_samples))
             if any(_common(request.prompt, (*other.prompt, *text)) >= num_cached for text in texts):
                 return
         text = f"{request.request_id} found {num_cached} tokens of its prompt cached, which nobody else had asked for"

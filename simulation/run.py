@@ -243,7 +243,7 @@ class _Simulation:
                     request_id=f"late-{number}",
                     at_s=self.world.now_s,
                     prompt=(*first.prompt[: 8 * number], number),
-                    max_tokens=3,
+                    max_tokens=2,
                     seed=number,
                     timeout_s=5.0,
                     tenant=ROOMY if self.scenario.router.has_tenants else "",
