@@ -1,7 +1,7 @@
 """Spans of finished work, kept in memory by trace.
 
-Does not know where the spans come from (see `collector`) nor how they are shown (see `waterfall`). The store belongs to
-one event loop: adding and waiting happen there.
+Does not know where the spans come from (see `otlp_receiver`) nor what becomes of them (see `trace_service`). The store
+belongs to one event loop: adding and waiting happen there.
 """
 
 from __future__ import annotations
