@@ -8,7 +8,6 @@ loop serves everybody.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from node_runtime.request_rules import (
 )
 from node_runtime.wire.adapter import adapter_to_proto
 from node_runtime.wire.output_form import form_from_proto
+from router_node.json_text import read_json
 from router_node.node_pool import TokenLimits
 
 MAX_TOOLS = 128
@@ -293,8 +293,8 @@ def _read_message(message: inference_pb2.ChatMessage, index: int) -> ChatMessage
 
 def _read_object(field: str, text: str) -> JsonObject:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = read_json(text)
+    except ValueError as error:
         raise InvalidRequest(f"{field}: no JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: {type(value).__name__} given, a JSON object required")

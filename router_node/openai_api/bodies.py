@@ -99,7 +99,7 @@ class GenerationBody(StrictModel, ABC):
     top_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pdmesh.v1 import inference_pb2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 
+from router_node.json_text import read_json
+
 
 class StrictModel(BaseModel):
     """A value whose fields are all known and of exactly their types."""
@@ -75,8 +77,8 @@ class CalledFunction(StrictModel):
 
     def for_template(self) -> dict[str, JsonValue]:
         try:
-            arguments: JsonValue = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = read_json(self.arguments or "{}")
+        except ValueError:
             # A model that does not write JSON is shown what it wrote.
             arguments = self.arguments
         return {"name": self.name, "arguments": arguments}

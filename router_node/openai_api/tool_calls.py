@@ -16,6 +16,7 @@ from typing import Final, Protocol, TypeAlias
 
 from pydantic import JsonValue
 
+from router_node.json_text import read_json
 from router_node.openai_api.chat_messages import Function
 
 _OPEN: Final = "<tool_call>"
@@ -274,10 +275,9 @@ def _overlap(text: str, mark: str) -> int:
 def _parsed(text: str) -> JsonValue:
     """None for what is no JSON."""
     try:
-        value: JsonValue = json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return None
-    return value
 
 
 def _call_of(value: JsonValue) -> FoundCall | None:

@@ -40,6 +40,7 @@ def _chat(*roles_and_contents: tuple[str, str]) -> inference_pb2.ChatPrompt:
         ({"chat": _chat(("user", "a" * 20), ("user", "b" * 21))}, "prompt.chat: 41 bytes given, at most 40"),
         ({"chat": {"messages": _HI, "tools_json": ["{"]}}, r"prompt.chat.tools_json\[0\]: no JSON"),
         ({"chat": {"messages": _HI, "tools_json": ["[" * 30]}}, r"prompt.chat.tools_json\[0\]: no JSON"),
+        ({"chat": {"messages": _HI, "tools_json": ['{"a": ["\\udfff"]}']}}, r"prompt.chat.tools_json\[0\]: no JSON"),
         ({"chat": {"messages": _HI, "tools_json": ["{}"] * 129}}, "prompt.chat.tools_json: 129 given, at most 128"),
         ({"chat": {"messages": _HI, "tools_json": ["{}" + " " * 37]}}, "prompt.chat: 41 bytes given, at most 40"),
         (

@@ -46,6 +46,7 @@ LIKELY: dict[str, st.SearchStrategy[object]] = {
     "seed": st.integers(),
     "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
     "max_tokens": st.integers(),
+    "n": st.integers(),
     "logprobs": st.booleans() | st.integers(),
     "stream": st.booleans(),
     "response_format": st.fixed_dictionaries(
@@ -77,3 +78,17 @@ def test_any_body_is_a_request_or_a_refusal_that_names_a_field(data: st.DataObje
 def test_text_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(BadBody):
         parse_body(CompletionBody, content)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud800"}', '{"\\udfff": 1}', "[" * 100_000, "9" * 5_000])
+def test_arguments_that_cannot_be_read_are_shown_to_the_model_as_it_wrote_them(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    request = parse_body(ChatBody, json.dumps(body).encode()).to_request("id")
+    (shown,) = request.chat.messages[0].tool_calls_json
+    assert json.loads(shown)["function"]["arguments"] == arguments
+
+
+def test_more_samples_than_a_message_can_say_are_refused() -> None:
+    with pytest.raises(BadBody, match="n: "):
+        parse_body(CompletionBody, b'{"prompt": "a", "n": 5000000000}')

@@ -29,6 +29,8 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Graz"}}\n</tool_call>'
 WEATHER = FoundCall(name="weather", arguments='{"city": "Graz"}')
+# It could not be sent to anybody as text.
+HALF_A_CHARACTER = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
 TIME = FoundCall(name="time", arguments="{}")
 
 
@@ -67,6 +69,8 @@ def read(pieces: Sequence[str], *, takes_several: bool = True) -> list[Found]:
         ("<tool_call>{no}</tool_call>", ["<tool_call>{no}</tool_call>"]),
         ('<tool_call>{"name": "weather", "argum', ['<tool_call>{"name": "weather", "argum']),
         ('<tool_call>["weather"]</tool_call>', ['<tool_call>["weather"]</tool_call>']),
+        (HALF_A_CHARACTER, [HALF_A_CHARACTER]),
+        (f"<tool_call>{HALF_A_CHARACTER}</tool_call>", [f"<tool_call>{HALF_A_CHARACTER}</tool_call>"]),
     ],
 )
 def test_calls_are_told_from_text_however_it_is_cut(text: str, found: list[Found]) -> None:
