@@ -139,7 +139,14 @@ class FreeCallReader:
         self._names = frozenset(names)
         self._takes_several = takes_several
         self._held = ""
+        # Pieces behind it that told nothing new. They are put together once, however many there are.
+        self._later: list[str] = []
         self._has_begun = False
+        # An object or a list: only its end says what it is.
+        self._may_be_whole = False
+        self._awaits_close = False
+        # Of what was fed by now, where the mark that is awaited may begin.
+        self._last_characters = ""
         self._num_calls = 0
         # None where the last thing that was found is text.
         self._space_behind_call: str | None = None
@@ -149,11 +156,14 @@ class FreeCallReader:
         return self._num_calls
 
     def feed(self, text: str) -> list[_Whole]:
-        self._held += text
+        tells = self._tells_something(text)
+        self._later.append(text)
+        if not tells:
+            return []
+        self._put_together()
         if not self._has_begun:
-            first = self._held.lstrip()[:1]
-            if not first or first in "{[":
-                # Either nothing but space by now, or an object of which only the end says what it is.
+            self._may_be_whole = self._held.lstrip()[:1] in ("{", "[")
+            if self._may_be_whole:
                 return []
             self._has_begun = True
         found: list[_Whole] = []
@@ -162,11 +172,28 @@ class FreeCallReader:
         return self._counted(found)
 
     def finish(self) -> list[_Whole]:
+        self._put_together()
         rest, self._held = self._held, ""
         if not rest:
             return []
         calls = [] if self._has_begun else self._calls_in(rest)
         return self._counted(calls or [rest])
+
+    def _tells_something(self, text: str) -> bool:
+        """Whether more is known with this piece than without it."""
+        if self._may_be_whole:
+            return False
+        if not self._has_begun:
+            return bool(text.strip())
+        if not self._awaits_close:
+            return True
+        seen = self._last_characters + text
+        self._last_characters = seen[1 - len(_CLOSE) :]
+        return _CLOSE in seen
+
+    def _put_together(self) -> None:
+        self._held += "".join(self._later)
+        self._later.clear()
 
     def _next_part(self) -> _Whole | None:
         begin = self._held.find(_OPEN)
@@ -177,7 +204,9 @@ class FreeCallReader:
         if self._held[:begin].strip():
             return self._cut(begin)
         end = self._held.find(_CLOSE, begin)
-        if end < 0:
+        self._awaits_close = end < 0
+        if self._awaits_close:
+            self._last_characters = self._held[1 - len(_CLOSE) :]
             return None
         call = _call_of(_parsed(self._held[begin + len(_OPEN) : end]))
         block = self._cut(end + len(_CLOSE))
