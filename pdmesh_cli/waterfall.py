@@ -143,7 +143,7 @@ def _layout_of(rows: Sequence[TreeRow], width: int) -> _Layout:
 def _title(spans: Sequence[Span], layout: _Layout) -> Text:
     counts = f"{_counted(len(spans), 'span')}, {_counted(len({span.node for span in spans}), 'node')}"
     facts = f"  {layout.total_ns / 1e6:,.1f} ms, {counts}"
-    title = f"trace {spans[0].trace_id}"
+    title = f"trace {printable(spans[0].trace_id)}"
     return Text.assemble((title, "bold"), (facts, "bright_black"), no_wrap=True, overflow="ellipsis")
 
 

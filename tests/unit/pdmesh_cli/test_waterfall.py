@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_a_span_of_no_duration_is_still_visible_inside_the_axis() -> None:
 
 def test_no_spans_are_said_to_be_missing() -> None:
     assert _drawn((), 80) == "no spans have arrived\n"
+
+
+def test_no_id_that_a_router_sends_moves_the_cursor() -> None:
+    drawn = _drawn((replace(_REQUEST[1], trace_id="4b\x1b[2J"),), 100)
+    assert "\x1b" not in drawn
+    assert "trace 4b" in drawn
