@@ -187,7 +187,9 @@ def _logit_bias(params: tokenspeed_scheduler_pb2.SamplingParams) -> dict[int, fl
     for name in params.logit_bias:
         is_number = name.isascii() and name.isdecimal() and len(name) <= len(str(2**32)) and int(name) < 2**32
         require(is_number, f"sampling.logit_bias: {name!r} is no token id")
-    return {int(name): bias for name, bias in params.logit_bias.items()}
+    biases = {int(name): bias for name, bias in params.logit_bias.items()}
+    require(len(biases) == len(params.logit_bias), "sampling.logit_bias: one token is given twice")
+    return biases
 
 
 def _max_tokens(message: tokenspeed_scheduler_pb2.GenerateRequest, limits: RequestLimits) -> int:

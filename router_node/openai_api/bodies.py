@@ -164,6 +164,8 @@ class GenerationBody(StrictModel, ABC):
         for token, bias in (self.logit_bias or {}).items():
             if not re.fullmatch(r"[0-9]{1,9}", token):
                 raise BadBody(f"logit_bias: {token[:20]!r} is no token id", param="logit_bias")
+            if int(token) in biases:
+                raise BadBody(f"logit_bias: token {int(token)} is given twice", param="logit_bias")
             biases[int(token)] = bias
         return biases
 

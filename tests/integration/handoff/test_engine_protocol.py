@@ -199,6 +199,7 @@ REFUSED: tuple[tuple[dict[str, object], dict[str, object], str], ...] = (
     ({}, {"presence_penalty": 3.0}, "sampling_params.presence_penalty: 3 given"),
     ({}, {"logit_bias": {"x": 1.0}}, "sampling_params.logit_bias: 'x' is no token id"),
     ({}, {"logit_bias": {str(VOCAB_SIZE): 1.0}}, f"sampling_params.logit_bias: token {VOCAB_SIZE}"),
+    ({}, {"logit_bias": {"7": 1.0, "07": 2.0}}, "sampling_params.logit_bias: one token is given twice"),
     ({}, {"min_p": 0.1}, "sampling_params.min_p: 0.1 given"),
     ({}, {"min_new_tokens": 1}, "sampling_params.min_new_tokens: 1 given"),
     ({}, {"max_new_tokens": 0}, "sampling_params.max_new_tokens: 0 given"),

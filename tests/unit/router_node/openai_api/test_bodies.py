@@ -92,3 +92,8 @@ def test_arguments_that_cannot_be_read_are_shown_to_the_model_as_it_wrote_them(a
 def test_more_samples_than_a_message_can_say_are_refused() -> None:
     with pytest.raises(BadBody, match="n: "):
         parse_body(CompletionBody, b'{"prompt": "a", "n": 5000000000}')
+
+
+def test_two_biases_of_one_token_are_refused() -> None:
+    with pytest.raises(BadBody, match="logit_bias: token 7 is given twice"):
+        parse_body(CompletionBody, b'{"prompt": "a", "logit_bias": {"7": 1, "07": 2}}').to_request("id")
