@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 PRELOADED = (
@@ -96,11 +97,19 @@ class Origin:
         environment: Mapping[str, str],
         stdout: IO[bytes],
         stderr: IO[bytes],
+        stdin: IO[bytes] | None = None,
+        folder: Path | None = None,
     ) -> PreloadedProcess:
-        """`python -m module arguments...`, in the folder of this process, with nothing to read."""
-        order = {"arguments": [*arguments], "module": module, "environment": dict(environment), "folder": os.getcwd()}
-        with open(os.devnull, "rb") as stdin:
-            answer = self._ask(order, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+        """`python -m module arguments...`; by default in the folder of this process, and with nothing to read."""
+        order = {
+            "arguments": [*arguments],
+            "module": module,
+            "environment": dict(environment),
+            "folder": str(folder or Path.cwd()),
+        }
+        with open(os.devnull, "rb") as nothing:
+            files = (stdin or nothing, stdout, stderr)
+            answer = self._ask(order, [file.fileno() for file in files])
         return PreloadedProcess(self, answer, arguments)
 
     def run(

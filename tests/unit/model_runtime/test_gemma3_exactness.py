@@ -11,7 +11,7 @@ from unit.model_runtime import tiny_gemma3
 from unit.model_runtime.model_bench import ModelBench
 from unit.model_runtime.paged_batches import Row
 
-from model_runtime.checkpoint import open_checkpoint
+from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.kernels.reference import ReferenceKernels
 
 TOLERANCE = 1e-4
@@ -36,10 +36,18 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def variant(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Gemma3ForCausalLM, Checkpoint]:
     reference = tiny_gemma3.make_reference(**request.param)
-    return reference, ModelBench(open_checkpoint(tiny_gemma3.save(reference, tmp_path)), block_granularity=BLOCK)
+    return reference, open_checkpoint(tiny_gemma3.save(reference, tmp_path_factory.mktemp("variant")))
+
+
+@pytest.fixture
+def pair(variant: tuple[Gemma3ForCausalLM, Checkpoint]) -> Pair:
+    reference, checkpoint = variant
+    return reference, ModelBench(checkpoint, block_granularity=BLOCK)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

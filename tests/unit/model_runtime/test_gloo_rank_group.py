@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from tempfile import TemporaryFile
+from typing import IO, TypedDict
 
 import pytest
+from support.preloaded import PreloadedProcess, origin
 from unit.model_runtime import tiny_llama
 
 from cache_runtime.recipes.dense import DenseCacheRecipe
@@ -62,37 +62,51 @@ class Order:
         )
 
 
+class Rank:
+    """The process of a rank, and what it says."""
+
+    def __init__(self, process: PreloadedProcess, output: IO[bytes], errors: IO[bytes]) -> None:
+        self.process = process
+        self._output, self._errors = output, errors
+
+    def end(self) -> tuple[int, str, str]:
+        """Waits for it: exit status, standard output and standard error."""
+        status = self.process.wait(PROCESS_TIMEOUT_S)
+        for file in (self._output, self._errors):
+            file.seek(0)
+        return status, self._output.read().decode(), self._errors.read().decode()
+
+
 @contextmanager
-def rank_process(order: Order, rank: int) -> Iterator[subprocess.Popen[str]]:
+def rank_process(order: Order, rank: int) -> Iterator[Rank]:
     """Gone when the block ends, and when this process does."""
     environment = os.environ | {
-        PARENT_PID_VARIABLE: str(os.getpid()),
+        PARENT_PID_VARIABLE: str(origin().pid),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "unit.model_runtime.sharded_process"],
-        cwd=TESTS,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(order.of_rank(rank))
-        process.stdin.close()
-        process.stdin = None
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    with TemporaryFile() as told, TemporaryFile() as output, TemporaryFile() as errors:
+        told.write(order.of_rank(rank).encode())
+        told.seek(0)
+        process = origin().start(
+            (),
+            module="unit.model_runtime.sharded_process",
+            environment=environment,
+            stdin=told,
+            stdout=output,
+            stderr=errors,
+            folder=TESTS,
+        )
+        try:
+            yield Rank(process, output, errors)
+        finally:
+            process.kill()
+            process.wait()
 
 
-def result_of(process: subprocess.Popen[str]) -> Result:
-    output, errors = process.communicate(timeout=PROCESS_TIMEOUT_S)
-    assert process.returncode == 0, errors
+def result_of(rank: Rank) -> Result:
+    status, output, errors = rank.end()
+    assert status == 0, errors
     result: Result = json.loads(output)
     return result
 
@@ -168,8 +182,8 @@ def test_a_rank_whose_peer_never_comes_gives_up(tmp_path: Path) -> None:
     # In a process of its own: one that could not join cannot be a rank any more.
     order = Order(checkpoint=tmp_path, store=tmp_path / "store", memory_bytes=1 << 20, rounds=[], timeout_s=1.0)
     with rank_process(order, 0) as alone:
-        _, errors = alone.communicate(timeout=PROCESS_TIMEOUT_S)
-    assert alone.returncode != 0
+        status, _, errors = alone.end()
+    assert status != 0
     assert "RankGroupError: rank 0 of 2: could not join" in errors
 
 
@@ -196,7 +210,7 @@ def test_a_rank_whose_peer_dies_fails_instead_of_waiting(tmp_path: Path) -> None
             timeout_s=20.0,
         )
         with rank_process(without_a_model, 1) as victim:
-            victim.wait(timeout=PROCESS_TIMEOUT_S)
-        _, errors = survivor.communicate(timeout=PROCESS_TIMEOUT_S)
-    assert survivor.returncode != 0
+            victim.end()
+        status, _, errors = survivor.end()
+    assert status != 0
     assert "RankGroupError: rank 0 of 2: " in errors
