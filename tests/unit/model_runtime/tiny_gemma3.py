@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from unit.model_runtime import reference_models
-from unit.model_runtime.reference_models import reference_greedy, reference_logits, save
+from unit.model_runtime.reference_models import reference_logits, save
 
-__all__ = ["reference_greedy", "reference_logits", "save"]
+__all__ = ["reference_logits", "save"]
 
 VOCAB_SIZE = 131
 WINDOW_TOKENS = 11
