@@ -142,7 +142,8 @@ def _whole_runs(
             raise PlanError(
                 f'field "{ours.field_id}": block_bytes source={ours.block_bytes}, target={theirs.block_bytes}'
             )
-    dense, spread = [], []
+    dense: list[FieldPair] = []
+    spread: list[FieldPair] = []
     for pair in pairs:
         (dense if _is_dense(pair) else spread).append(pair)
     tables = []
