@@ -70,13 +70,18 @@ class CallWatch:
                     request.rivals.append(other)
                     other.rivals.append(request)
             self._asked[source, frame.call_id] = self._named[request.name] = request
-        elif isinstance(frame, EndCall) and (request := self._asked.pop((target, frame.call_id), None)) is not None:
-            for node, call_id in request.calls:
-                self._made.pop((node, call_id))
-                self._journal.find("left open", f"{request.name} has ended, and a call to {node} for it goes on")
-            limit = LIMITS.get(request.tenant)
-            if limit is not None and frame.code.name == "RESOURCE_EXHAUSTED" and "tenant" in frame.details:
-                self._judge_refusal(request, limit)
+        elif isinstance(frame, EndCall):
+            ended = self._asked.pop((target, frame.call_id), None)
+            if ended is not None:
+                self._judge_end(ended, frame)
+
+    def _judge_end(self, request: _Request, end: EndCall) -> None:
+        for node, call_id in request.calls:
+            del self._made[node, call_id]
+            self._journal.find("left open", f"{request.name} has ended, and a call to {node} for it goes on")
+        limit = LIMITS.get(request.tenant)
+        if limit is not None and end.code.name == "RESOURCE_EXHAUSTED" and "tenant" in end.details:
+            self._judge_refusal(request, limit)
 
     def _judge_refusal(self, request: _Request, limit: int) -> None:
         self._journal.count("tenant refused")
