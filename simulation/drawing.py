@@ -47,10 +47,11 @@ _MESHES = (
 
 # How many scenarios have each of the options that most leave alone, a crowd of requests, tenants, an engine that hangs.
 _OPTION_SHARE = 0.2
-_CROWD_SHARE = 0.01
+_SAMPLES_SHARE = 0.12
+_CROWD_SHARE = 0.006
 _TENANTS_SHARE = 0.1
 _HANG_SHARE = 0.04
-_NUM_CROWD = 40
+_NUM_CROWD = 38
 _FAST = Pace(control_s=0.0, data_s=0.0, compute_factor=1.0)
 
 
@@ -89,7 +90,7 @@ def _draw_options(rng: Random, calm: Scenario) -> Scenario:
     """What most scenarios leave as it is."""
     if rng.random() < _OPTION_SHARE:
         calm = replace(calm, router=_draw_router_settings(rng))
-    if rng.random() < _OPTION_SHARE:
+    if rng.random() < _SAMPLES_SHARE:
         # Twice the work, so not on the slowest nodes: who is patient must get an answer.
         pace = replace(calm.pace, compute_factor=min(calm.pace.compute_factor, 5.0))
         requests = tuple(replace(item, num_samples=rng.choice((1, 2, 3))) for item in calm.requests)
