@@ -100,7 +100,7 @@ class ApiParts:
 def make_app(parts: ApiParts, pages: Sequence[BaseRoute] = ()) -> Starlette:
     """The application with all its endpoints, and what else the router serves."""
     questions = _Questions(parts)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", _Generation(parts, ChatBody, ChatAnswer), methods=["POST"]),
             Route("/v1/completions", _Generation(parts, CompletionBody, CompletionAnswer), methods=["POST"]),
@@ -111,6 +111,9 @@ def make_app(parts: ApiParts, pages: Sequence[BaseRoute] = ()) -> Starlette:
         ],
         exception_handlers={HTTPException: _refuse_unknown_path, Exception: _report_defect},
     )
+    # A redirect would be an empty answer to most clients, and name the scheme and host that a proxy has hidden.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _refuse_unknown_path(request: Request, error: Exception) -> Response:

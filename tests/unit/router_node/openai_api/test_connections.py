@@ -144,6 +144,7 @@ async def test_with_a_certificate_it_is_https_and_takes_a_new_one_when_that_come
         (post("/v1/completions", b" " * 5000, "content-type: application/json"), 413),
         (post("/v1/completions", b"{}", "content-type: application/json", "x-request-id: " + "a" * 129), 400),
         (post("/v1/nothing", b"{}", "content-type: application/json"), 404),
+        (post("/v1/completions/", b"{}", "content-type: application/json"), 404),
         (b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", 405),
     ],
 )
