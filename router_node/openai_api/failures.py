@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from node_runtime.errors import ContextExceeded, InvalidRequest, NodeError
+from node_runtime.errors import ContextExceeded, InvalidRequest, NodeError, RequestTooLarge
 from node_runtime.rpc import status_of
 
 _INVALID: Final = "invalid_request_error"
@@ -91,12 +91,17 @@ def failure_for(error: NodeError, field_names: Mapping[str, str]) -> HttpFailure
         status, kind, code = 429, _OVERLOADED, _RATE_LIMITED
     elif kind == _INVALID and (match := _FIELD_AND_RULE.fullmatch(message)) is not None:
         param = _named_by_client(match["field"], field_names)
-        if isinstance(error, ContextExceeded):
+        if _is_too_long(error, match["field"]):
             code = _TOO_LONG
         message = f"{param}: {match['rule']}"
     return HttpFailure(
         status=status, message=message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s
     )
+
+
+def _is_too_long(error: NodeError, field: str) -> bool:
+    """A shorter prompt would help: it exceeds the model's context, or with its answer what any arena can hold."""
+    return isinstance(error, ContextExceeded) or (isinstance(error, RequestTooLarge) and field == "max_tokens")
 
 
 def _named_by_client(field: str, field_names: Mapping[str, str]) -> str:

@@ -143,7 +143,7 @@ async def test_a_request_that_fits_no_node_is_the_clients_to_change(
     async with client_of(router) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="tiny", prompt="x", max_tokens=31)
-    assert caught.value.param == "max_tokens"
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
 
 
 async def test_without_usable_nodes_it_is_unavailable_and_says_so_in_its_health(
