@@ -124,7 +124,7 @@ def summary_table(rows: Sequence[tuple[str, Finish]]) -> Table:
     """One line per request, numbers right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("request")
-    for heading in ("prompt", "cached", "completion", "first token", "per token", "moved", "hidden"):
+    for heading in ("prompt", "cached", "completion", "first token", "per token", "handoff", "hidden"):
         table.add_column(heading, justify="right", no_wrap=True)
     for title, finish in rows:
         usage, timings = finish.usage, finish.timings

@@ -64,6 +64,7 @@ def test_a_request_that_did_not_stay_where_it_was_placed_says_so() -> None:
 def test_the_summary_has_one_line_per_request() -> None:
     lines = _text(report.summary_table([("a chat", _FINISH), ("another", _FINISH)])).splitlines()
     assert len(lines) == 3
+    assert lines[0].split()[-2:] == ["handoff", "hidden"]  # not "moved", which requests are when a node has failed
     assert lines[1].split() == ["a", "chat", "400", "256", "21", "655", "ms", "75.0", "ms", "46.0", "MiB", "75", "%"]
 
 
