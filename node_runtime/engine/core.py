@@ -109,7 +109,8 @@ class ComputeCore:
         if facts.num_tensor_ranks > 1:
             lines.append(f"{facts.num_tensor_ranks} tensor ranks; threads, weights and arena are those of one")
         if self.data_plane is not None:
-            offered = (f"{engine.name} at {engine.endpoint}" for engine in self.data_plane.planes.engines)
+            engines = self.data_plane.planes.engines
+            offered = (f"{engine.name} ({engine.protocol}) at {engine.endpoint}" for engine in engines)
             lines.append(f"data planes: {', '.join(offered)}")
         return tuple(lines)
 

@@ -112,6 +112,13 @@ def test_operators_see_every_node_and_clients_none(secured: Secured) -> None:
     assert "PERMISSION_DENIED" in refused.stderr
 
 
+def test_the_data_plane_is_encrypted_without_being_asked_for(secured: Secured) -> None:
+    for role in ("prefill", "decode"):
+        log = secured.nodes[role].log_text()
+        assert "stream (tls) at" in log
+        assert "mooncake" not in log
+
+
 def test_a_compute_node_cannot_be_drained_by_its_peers(secured: Secured) -> None:
     refused = secured.run("drain", secured.nodes["prefill"].address, role="decode")
     assert refused.returncode == 1
