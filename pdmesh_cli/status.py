@@ -18,6 +18,7 @@ from pdmesh_cli.identity import ANONYMOUS, Identity
 
 _ANSWER_TIMEOUT_S = 3.0
 _SERVING_POLL_S = 0.05
+_REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _WORDS = ("node", "role", "address", "state", "model")
 _HEADINGS = (*_WORDS, "waiting", "running", "steps", "in use", "cached", "blocks")
 _NOT_WHERE_NARROW = frozenset({"model", "steps"})
@@ -33,6 +34,13 @@ class NodeReport:
     status: mesh_pb2.NodeStatus | None = None
     error: str = ""
     """As the user reads it."""
+    is_refusal: bool = False
+    """It answered that it does not answer this caller."""
+
+    @property
+    def absence(self) -> str:
+        """In place of the state of a node that told none."""
+        return "refused" if self.is_refusal else "no answer"
 
 
 async def ask_node(address: str, *, timeout_s: float, identity: Identity = ANONYMOUS) -> NodeReport:
@@ -47,7 +55,7 @@ async def ask_node(address: str, *, timeout_s: float, identity: Identity = ANONY
             finally:
                 await channel.close()
     except PdmeshError as error:
-        return NodeReport(address=address, error=str(error))
+        return NodeReport(address=address, error=str(error), is_refusal=error.code in _REFUSALS)
     return NodeReport(address=address, info=info, status=status)
 
 
@@ -138,7 +146,7 @@ def state_text(status: mesh_pb2.NodeStatus) -> str:
 def _cells(report: NodeReport) -> tuple[str, ...]:
     info, status = report.info, report.status
     if info is None or status is None:
-        return ("-", "-", report.address, "[red]no answer[/red]")
+        return ("-", "-", report.address, f"[red]{report.absence}[/red]")
     arena = status.arena
     blocks: tuple[str, ...] = ("-", "-", "-")
     if arena.total_lcm_blocks:

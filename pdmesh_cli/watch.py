@@ -119,7 +119,7 @@ def _legend() -> Text:
 def _cells(report: NodeReport, before: NodeReport | None, elapsed_s: float, layout: _Layout) -> tuple[str | Text, ...]:
     info, status = report.info, report.status
     if info is None or status is None:
-        return (report.address, "-", Text("no answer", style="red"))
+        return (report.address, "-", Text(report.absence, style="red"))
     return (
         info.node_id,
         role_name(info),

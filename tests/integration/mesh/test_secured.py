@@ -110,6 +110,7 @@ def test_operators_see_every_node_and_clients_none(secured: Secured) -> None:
     assert all(role in seen.stdout for role in ("router", "prefill", "decode"))
     refused = secured.run("status", "--router", address, token=TOKEN)
     assert "PERMISSION_DENIED" in refused.stderr
+    assert " refused" in refused.stdout
 
 
 def test_the_data_plane_is_encrypted_without_being_asked_for(secured: Secured) -> None:

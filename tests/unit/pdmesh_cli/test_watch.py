@@ -59,6 +59,13 @@ def test_nothing_is_cut_off_at_the_width_of_a_terminal(width: int) -> None:
         assert word in text
 
 
+def test_a_node_that_refuses_to_tell_is_not_said_to_be_silent() -> None:
+    refusing = NodeReport(address="10.0.0.2:7701", error="PERMISSION_DENIED: for operators", is_refusal=True)
+    text = shown(Look((refusing,), 1.0))
+    assert "refused" in text
+    assert "no answer" not in text
+
+
 def test_a_node_that_does_not_answer_is_shown_with_the_reason() -> None:
     text = shown(Look((NodeReport(address="10.0.0.2:7701", error="UNAVAILABLE: gone"),), 1.0))
     assert "10.0.0.2:7701" in text
