@@ -67,7 +67,7 @@ class _RequestOutput:
     def show(self, requests: tuple[Span, ...]) -> None:
         """A list of which nothing follows."""
         if not requests and not self._as_json:
-            self._console.print("no request has ended yet")
+            self._console.print("no trace has come yet; the router and its nodes send theirs when a request has ended")
             return
         self.begin()
         for request in requests:

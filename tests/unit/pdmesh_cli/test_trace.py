@@ -30,6 +30,7 @@ from router_node.trace_summary import summary_of
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 BEGAN_NS = 1_700_000_000_000_000_000
 MS = 1_000_000
+NO_TRACE = "no trace has come yet; the router and its nodes send theirs when a request has ended\n"
 
 
 def span(
@@ -293,7 +294,7 @@ async def test_the_token_goes_with_the_question(tmp_path: Path) -> None:
     result = await trace("--router", address, "--token-file", str(tmp_path / "token"))
     await server.stop(grace_s=0)
     assert refused.stderr == "pdmesh: UNAUTHENTICATED: a token is required\n"
-    assert (result.exit_code, result.stdout) == (0, "no request has ended yet\n")
+    assert (result.exit_code, result.stdout) == (0, NO_TRACE)
 
 
 async def test_over_tls_the_certificate_of_an_operator_is_shown(tmp_path: Path) -> None:
@@ -305,7 +306,7 @@ async def test_over_tls_the_certificate_of_an_operator_is_shown(tmp_path: Path) 
     trusting = ("--tls-ca", str(authority.path), "--tls-server-name", "pdmesh.internal")
     result = await trace("--router", address, *trusting, "--tls-cert", str(certificate), "--tls-key", str(key))
     await server.stop(grace_s=0)
-    assert (result.exit_code, result.stdout) == (0, "no request has ended yet\n"), result.stderr
+    assert (result.exit_code, result.stdout) == (0, NO_TRACE), result.stderr
 
 
 @pytest.mark.parametrize("width", [80, 96, 100, 112, 200])
