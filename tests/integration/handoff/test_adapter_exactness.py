@@ -321,7 +321,7 @@ async def test_a_router_finds_what_nodes_have_cached_of_one_adapter_and_takes_it
         placement_policy="cache_aware",
         follow_interval_s=0.01,
     ) as router:
-        index, addresses = router.router._observations.index, [prefill.address, decode.address]
+        index, addresses = router.router.observations.index, [prefill.address, decode.address]
 
         def depths(adapter: AdapterId | None, salt: bytes = b"salt") -> set[int]:
             keys = PromptPrefixes(prompt, isolation_keys([salt], adapter)).keys(GRAIN)

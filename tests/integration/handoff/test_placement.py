@@ -26,7 +26,7 @@ async def test_prompts_come_back_to_where_they_are_cached(mesh: FakeMesh) -> Non
     async with FakeRouter(
         prefill=prefill, decode=decode, placement_policy="cache_aware", follow_interval_s=0.01
     ) as router:
-        index = router.router._observations.index
+        index = router.router.observations.index
         num_computed_tokens = []
         for round_number in range(3):
             before = sum(node.executor.num_input_tokens for node in prefill)
