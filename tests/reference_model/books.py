@@ -49,11 +49,11 @@ class Books:
 
     def headroom_tokens(self, request: Request) -> int:
         """What an admission secures behind the prompt: of a completion that has an end a step at least, and 4096
-        tokens more with every retraction."""
+        tokens more with every retraction; of another one a step once it has been retracted."""
         if self.shape.role is Role.PREFILL:
             return self.shape.verify_width
         if request.submission.max_new_tokens is None:
-            return 0
+            return self.step_tokens(request) if request.num_retractions else 0
         headroom = min(request.limit_tokens - request.num_prompt_tokens, 4096 * (1 + request.num_retractions))
         return max(headroom, self.step_tokens(request))
 

@@ -78,7 +78,9 @@ void Scheduler::NoteBlockedPrompt(Round& round, Request& request) const {
 // Completion tokens that the request's next admission secures: a step at least if the completion has an end.
 std::int64_t Scheduler::HeadroomTokens(const Request& request) const {
   if (!request.max_new_tokens && config_.role != Role::kPrefill) {
-    return 0;
+    // One that gave way comes back where it gets further than it was: else its last chunk finds no room for
+    // the step behind it, and it gives way again without end.
+    return request.num_retractions > 0 ? capacity_model_.StepTokens(request.num_prompt_tokens) : 0;
   }
   return std::max(capacity_model_.HeadroomTokens(request.num_wanted_tokens(), request.num_retractions),
                   capacity_model_.StepTokens(request.num_prompt_tokens));

@@ -51,6 +51,7 @@ class Driver:
     quarantined: set[str] = field(default_factory=set)
     held: dict[str, list[set[int]]] = field(default_factory=dict)  # prefill role: blocks ever seen in a live table
     num_retracted: int = 0
+    gave_way: set[str] = field(default_factory=set)  # for want of memory
     log: list[str] = field(default_factory=list)
     num_submitted: int = 0
     num_lcm_blocks: int = field(init=False)
@@ -118,6 +119,7 @@ class Driver:
             assert not self.owed.get(request_id)
             assert request_id not in [*plan.request_ids, *plan.finished]
             self.num_retracted += 1
+            self.gave_way.add(request_id)
             self.start_over(request_id)
         for request_id in plan.finished:
             self.forget(request_id)
@@ -283,12 +285,15 @@ class Driver:
 
     def reserve_of(self, plan: sc.Plan, request_id: str) -> int:
         """Tokens behind the prompt that an admission secures. Of a completion without an end it is the first step, once
-        the prompt is complete."""
+        the prompt is complete or, of a request that gave way before, at once."""
         step = min(self.setting.verify_width, self.scheduler.max_request_tokens - self.prompts[request_id])
         if self.setting.role == sc.Role.PREFILL:
             return step
+        ahead = self.setting.overlap_depth * self.setting.verify_width
         if self.lengths[request_id][1] is not None:
-            return max(step, self.num_wanted(request_id)) + self.setting.overlap_depth * self.setting.verify_width
+            return max(step, self.num_wanted(request_id)) + ahead
+        if request_id in self.gave_way and step:
+            return step + ahead
         rows = dict(zip(plan.request_ids, (plan.begins + plan.input_lengths).tolist(), strict=True))
         return step if rows.get(request_id, self.prompts[request_id]) == self.prompts[request_id] else 0
 

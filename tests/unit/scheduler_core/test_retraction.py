@@ -263,6 +263,25 @@ def test_a_completion_within_the_headroom_is_exempt_at_once_and_an_undeclared_on
     assert 5000 <= room_of(runtime, "b") < 5064
 
 
+@pytest.mark.behaviour("M5")
+def test_one_that_gave_way_comes_back_only_where_it_gets_a_token_further() -> None:
+    runtime = runtime_of(num_lcm_blocks=8, token_budget=8, enable_prefix_cache=False)
+    runtime.scheduler.submit([spec("b", 15, max_new_tokens=1)])
+    runtime.step()
+    out = runtime.plan()  # b holds half of the pool for as long as its result is out
+    runtime.scheduler.submit([spec("a", range(50, 66), max_new_tokens=None)])
+    assert rows_of(runtime.step()) == [("a", 0, 8)]
+    assert runtime.step().retracted == ["a"]  # behind its last chunk there is no room for a step
+    for _ in range(3):
+        assert runtime.step().is_empty
+    runtime.land(out)
+    last = runtime.finish("b")
+    assert rows_of(last) == [("a", 0, 8)]
+    runtime.land(last)
+    assert rows_of(runtime.step()) == [("a", 8, 8)]
+    assert rows_of(runtime.step()) == [("a", 16, 1)]
+
+
 @pytest.mark.behaviour("M9")
 @pytest.mark.behaviour("J14")
 def test_a_round_that_runs_nothing_lets_an_exempt_request_give_way() -> None:
