@@ -225,15 +225,16 @@ class ProcessPeer(Peer):
             opened.truncate(num_bytes + mmap.PAGESIZE)
         shared = Memory(num_bytes + mmap.PAGESIZE, file)
         options = {"plane": plane.name, "endpoint": endpoint, **plane.peer_options()}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(file), str(num_bytes), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Tests kill peers in mid-write; what the library logs about that says nothing new.
-            stderr=subprocess.DEVNULL,
-            text=True,
-            preexec_fn=_die_with_parent,
-        )
+        self._log = file.with_suffix(".log")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(file), str(num_bytes), json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # Shown only when it ends unasked: tests kill peers in mid-write, and the libraries log that.
+                stderr=log,
+                text=True,
+            )
         hello = self._hear()
         self.endpoint = hello["endpoint"]
         self.memory, self.probe = shared, Memory(PROBE_BYTES)
@@ -274,7 +275,9 @@ class ProcessPeer(Peer):
 
     def _hear(self):
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait()}: {self._log.read_text(errors='replace')[-2000:]}"
+        return json.loads(line)
 
 
 def _die_with_parent() -> None:
@@ -322,4 +325,6 @@ def _say(answer: object) -> None:
 
 
 if __name__ == "__main__":
+    # Here and not between fork and exec, where the code of libraries that watch forks would run.
+    _die_with_parent()
     _serve(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
