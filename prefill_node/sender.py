@@ -253,7 +253,7 @@ class PrefillSender:
                     table[begin_slot:end_slot],
                     targets,
                     group_id=fields.group_id,
-                    pieces=lane.pieces,
+                    strips=lane.strips,
                 )
                 for lane in delivery.lanes
             ]

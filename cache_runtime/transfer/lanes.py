@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cache_runtime.recipes.partition import TensorRank
 
-from .partition import Pieces, plan_pieces
+from .partition import Strips, plan_strips
 from .schema import LogicalManifest, RankPlacement
 
 
@@ -23,7 +23,7 @@ class RankLane:
     source: RankPlacement
     target: RankPlacement
     # Of a block of each field; None: all of it.
-    pieces: Mapping[str, Pieces] | None
+    strips: Mapping[str, Strips] | None
 
 
 class LanePlanner:
@@ -32,21 +32,21 @@ class LanePlanner:
     def __init__(self, logical: LogicalManifest, sources: Sequence[RankPlacement]) -> None:
         self._logical = logical
         self._sources = tuple(sources)
-        self._pieces_of: dict[tuple[TensorRank, TensorRank], Mapping[str, Pieces]] = {}
+        self._strips_of: dict[tuple[TensorRank, TensorRank], Mapping[str, Strips]] = {}
 
     def lanes_to(self, targets: Sequence[RankPlacement]) -> tuple[RankLane, ...]:
         """By source, then target. `targets`: all ranks of a peer; as many of them have the same heads, rank by rank."""
         if len(targets) == len(self._sources):
             pairs = zip(self._sources, targets, strict=True)
-            return tuple(RankLane(source=source, target=target, pieces=None) for source, target in pairs)
+            return tuple(RankLane(source=source, target=target, strips=None) for source, target in pairs)
         lanes = []
         for source, target in itertools.product(self._sources, targets):
-            pieces = self._pieces(source.tensor_rank, target.tensor_rank)
-            if any(len(rows) for rows in pieces.values()):
-                lanes.append(RankLane(source=source, target=target, pieces=pieces))
+            strips = self._strips(source.tensor_rank, target.tensor_rank)
+            if any(len(rows) for rows in strips.values()):
+                lanes.append(RankLane(source=source, target=target, strips=strips))
         return tuple(lanes)
 
-    def _pieces(self, source: TensorRank, target: TensorRank) -> Mapping[str, Pieces]:
-        if (source, target) not in self._pieces_of:
-            self._pieces_of[source, target] = plan_pieces(self._logical, source, target)
-        return self._pieces_of[source, target]
+    def _strips(self, source: TensorRank, target: TensorRank) -> Mapping[str, Strips]:
+        if (source, target) not in self._strips_of:
+            self._strips_of[source, target] = plan_strips(self._logical, source, target)
+        return self._strips_of[source, target]

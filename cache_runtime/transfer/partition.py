@@ -18,20 +18,20 @@ from cache_runtime.recipes.spec import DTYPE_BYTES
 
 from .schema import FieldSchema, LogicalManifest
 
-Pieces: TypeAlias = npt.NDArray[np.int64]
-"""int64[num_pieces, 3]: (offset in the source's block, offset in the target's block, length), bytes, by target."""
+Strips: TypeAlias = npt.NDArray[np.int64]
+"""int64[num_strips, 3]: (offset in the source's block, offset in the target's block, length), bytes, by target."""
 
 
-def plan_pieces(logical: LogicalManifest, source: TensorRank, target: TensorRank) -> Mapping[str, Pieces]:
-    """What `source` writes of a block of each field to `target`; no pieces where another rank does.
+def plan_strips(logical: LogicalManifest, source: TensorRank, target: TensorRank) -> Mapping[str, Strips]:
+    """What `source` writes of a block of each field to `target`; no strips where another rank does.
 
     Both manifests must have been validated, so that the heads of every field share out on both sides.
     """
-    return {item.field_id: field_pieces(item, source, target) for item in logical.fields}
+    return {item.field_id: field_strips(item, source, target) for item in logical.fields}
 
 
-def field_pieces(item: FieldSchema, source: TensorRank, target: TensorRank) -> Pieces:
-    """Pieces of one block of one field, merged where they are neighbours on both sides."""
+def field_strips(item: FieldSchema, source: TensorRank, target: TensorRank) -> Strips:
+    """Strips of one block of one field, merged where they are neighbours on both sides."""
     if item.partition_axis is None:
         # Every source rank has all of it; which one writes is spread over the targets.
         block_bytes = item.rank_block_bytes(source.size)
@@ -76,7 +76,7 @@ def _is_writer(num_heads: int, source: TensorRank, target: TensorRank) -> bool:
     return source.rank % num_holders == target.rank % num_holders
 
 
-def _table(rows: list[tuple[int, int, int]]) -> Pieces:
+def _table(rows: list[tuple[int, int, int]]) -> Strips:
     return np.array(rows, dtype=np.int64).reshape(len(rows), 3)
 
 
@@ -89,7 +89,7 @@ def merge_neighbours(table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     is_start[1:] = sources[1:] != sources[:-1] + lengths[:-1]
     is_start[1:] |= targets[1:] != targets[:-1] + lengths[:-1]
     if bool(is_start.all()):
-        # As of pieces of blocks, of which there are many.
+        # As of strips of blocks, of which there are many.
         return table
     merged = table[is_start]
     merged[:, 2] = np.add.reduceat(table[:, 2], np.flatnonzero(is_start))

@@ -20,7 +20,7 @@ from cache_runtime.recipes.partition import TensorRank
 from ._native import digest_spans
 from .checksums import BlockHasher
 from .engine import Spans
-from .partition import Pieces, field_pieces
+from .partition import Strips, field_strips
 from .schema import FieldSchema, LogicalManifest, RankPlacement
 
 # uint8[arena_bytes], by rank.
@@ -91,7 +91,7 @@ class _Share:
     """What one rank here has of a block of a field on a rank of the peer."""
 
     blocks: npt.NDArray[np.uint8]  # [blocks, bytes of a block]: the field in the arena
-    pieces: Pieces
+    strips: Strips
 
 
 class RecutHasher:
@@ -123,7 +123,7 @@ class RecutHasher:
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(share.blocks):
                 raise ValueError(f'field "{field_id}": blocks {ids.tolist()} are not all in [0, {len(share.blocks)})')
             mine = share.blocks[ids]
-            for begin, target, length in share.pieces.tolist():
+            for begin, target, length in share.strips.tolist():
                 whole[:, target : target + length] = mine[:, begin : begin + length]
         begins = whole.ctypes.data + np.arange(len(ids), dtype=np.int64) * whole.shape[1]
         return digest_spans(np.stack((begins, begins + whole.shape[1]), axis=1))
@@ -139,12 +139,12 @@ def _shares_of(
 ) -> tuple[_Share, ...]:
     shares = []
     for source, arena in zip(sources, arenas, strict=True):
-        pieces = field_pieces(item, source.tensor_rank, target)
+        strips = field_strips(item, source.tensor_rank, target)
         field, num_blocks = source.find_field(item.field_id), source.find_num_blocks(item.group_id)
-        if field is None or num_blocks is None or not len(pieces):
+        if field is None or num_blocks is None or not len(strips):
             continue
         blocks = np.lib.stride_tricks.as_strided(
             arena[field.offset_bytes :], (num_blocks, field.block_bytes), (field.block_stride_bytes, 1), writeable=False
         )
-        shares.append(_Share(blocks=blocks, pieces=pieces))
+        shares.append(_Share(blocks=blocks, strips=strips))
     return tuple(shares)

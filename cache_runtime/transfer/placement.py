@@ -33,7 +33,7 @@ def check_bridgeable(source: PlacementManifest, target: PlacementManifest) -> tu
     """Physical differences between two logically equal manifests that no handoff can bridge; empty when there are none.
 
     Bridged are other arena addresses and sizes, offsets, strides, block counts and numbers of tensor ranks: heads are
-    re-cut by `partition.plan_pieces`, and that they share out on either side is checked by the manifests themselves.
+    re-cut by `partition.plan_strips`, and that they share out on either side is checked by the manifests themselves.
     Not bridged are no data plane in common, more than `MAX_LINKED_RANKS` on a side, and ranks of the target that are
     reached at several endpoints.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .engine import MAX_RUN_BYTES, Run
-from .partition import Pieces, merge_neighbours
+from .partition import Strips, merge_neighbours
 from .runs import RunTable
 from .schema import FieldPlacement, RankPlacement
 
@@ -35,7 +35,7 @@ def plan_block_runs(
     target_blocks: BlockIds,
     *,
     group_id: str | None = None,
-    pieces: Mapping[str, Pieces] | None = None,
+    strips: Mapping[str, Strips] | None = None,
     max_run_bytes: int = MAX_RUN_BYTES,
 ) -> RunTable:
     """Runs that copy `source_blocks[i]` to `target_blocks[i]` of every field, coalesced and split.
@@ -47,22 +47,22 @@ def plan_block_runs(
         source_blocks: Block ids int[num_blocks] in the source's numbering, each in [1, num_blocks of the group).
         target_blocks: Block ids of the same length in the target's numbering; no id twice.
         group_id: Group whose block counts bound the ids; may be left out when the placements have one group only.
-        pieces: What of a block of each field is copied (`partition.plan_pieces`); None: whole blocks, which is what
+        strips: What of a block of each field is copied (`partition.plan_strips`); None: whole blocks, which is what
             ranks of nodes with equally many ranks exchange.
         max_run_bytes: Longest run that is made.
 
     Raises:
         PlanError: unknown or repeated field, unknown group, id out of range, repeated target, lists of two lengths,
-            a field whose block has another size on the other side, or a piece that is not inside both blocks.
+            a field whose block has another size on the other side, or a strip that is not inside both blocks.
     """
     group_id = _resolve_group(source, target, group_id)
     sources, targets = _checked_blocks(source, target, group_id, source_blocks, target_blocks)
     pairs = _paired_fields(source, target, field_ids)
     if not len(sources):
         return RunTable.of(())
-    whole = [pair for pair in pairs if pieces is None or _is_whole(pair, pieces[pair[0].field_id])]
-    cut = [] if pieces is None else [(pair, pieces[pair[0].field_id]) for pair in pairs if pair not in whole]
-    tables = [_piece_runs(source, target, pair, rows, sources, targets) for pair, rows in cut]
+    whole = [pair for pair in pairs if strips is None or _is_whole(pair, strips[pair[0].field_id])]
+    cut = [] if strips is None else [(pair, strips[pair[0].field_id]) for pair in pairs if pair not in whole]
+    tables = [_strip_runs(source, target, pair, rows, sources, targets) for pair, rows in cut]
     if whole:
         tables.insert(0, _whole_runs(source, target, whole, sources, targets))
     return RunTable(_split(_joined(tables), max_run_bytes))
@@ -129,9 +129,9 @@ def _paired_fields(source: RankPlacement, target: RankPlacement, field_ids: Sequ
     return pairs
 
 
-def _is_whole(pair: FieldPair, pieces: Pieces) -> bool:
-    """Whether the pieces are one block of either side, so that the pair needs no cutting."""
-    return len(pieces) == 1 and all(int(pieces[0, 2]) == field.block_bytes for field in pair)
+def _is_whole(pair: FieldPair, strips: Strips) -> bool:
+    """Whether the strips are one block of either side, so that the pair needs no cutting."""
+    return len(strips) == 1 and all(int(strips[0, 2]) == field.block_bytes for field in pair)
 
 
 def _whole_runs(
@@ -161,24 +161,24 @@ def _joined(tables: Sequence[Int64Array]) -> Int64Array:
     return np.concatenate(tables) if tables else np.empty((0, 3), dtype=np.int64)
 
 
-def _piece_runs(
+def _strip_runs(
     source: RankPlacement,
     target: RankPlacement,
     pair: FieldPair,
-    pieces: Pieces,
+    strips: Strips,
     sources: Int64Array,
     targets: Int64Array,
 ) -> Int64Array:
-    """int64[num_blocks * num_pieces, 3], block by block."""
-    for side, (field, column) in enumerate(zip(pair, pieces.T, strict=False)):
-        ends = column + pieces[:, 2]
-        if len(pieces) and (int(column.min()) < 0 or int(ends.max()) > field.block_bytes):
+    """int64[num_blocks * num_strips, 3], block by block."""
+    for side, (field, column) in enumerate(zip(pair, strips.T, strict=False)):
+        ends = column + strips[:, 2]
+        if len(strips) and (int(column.min()) < 0 or int(ends.max()) > field.block_bytes):
             raise PlanError(
-                f'field "{field.field_id}": a piece ends at byte {int(ends.max())} of the {("source", "target")[side]} '
+                f'field "{field.field_id}": a strip ends at byte {int(ends.max())} of the {("source", "target")[side]} '
                 f"block, block_bytes={field.block_bytes}"
             )
     ours, theirs = pair
-    table = np.repeat(pieces[None], len(sources), axis=0)
+    table = np.repeat(strips[None], len(sources), axis=0)
     table[:, :, 0] += (source.arena_base + ours.offset_bytes + sources * ours.block_stride_bytes)[:, None]
     table[:, :, 1] += (target.arena_base + theirs.offset_bytes + targets * theirs.block_stride_bytes)[:, None]
     return table.reshape(-1, 3)
@@ -228,17 +228,17 @@ def _field_runs(
 
 
 def _split(table: Int64Array, max_run_bytes: int) -> Int64Array:
-    """Cuts rows longer than `max_run_bytes` into pieces of that size and a rest."""
+    """Cuts rows longer than `max_run_bytes` into runs of that size and a rest."""
     if max_run_bytes <= 0:
         raise PlanError(f"max_run_bytes={max_run_bytes} must be positive")
     lengths = table[:, 2]
     if not len(table) or int(lengths.max()) <= max_run_bytes:
         return table
-    num_pieces = -(-lengths // max_run_bytes)
-    pieces = np.repeat(table, num_pieces, axis=0)
-    piece_index = np.arange(len(pieces)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    done_bytes = piece_index * max_run_bytes
-    pieces[:, 0] += done_bytes
-    pieces[:, 1] += done_bytes
-    pieces[:, 2] = np.minimum(pieces[:, 2] - done_bytes, max_run_bytes)
-    return pieces
+    num_parts = -(-lengths // max_run_bytes)
+    parts = np.repeat(table, num_parts, axis=0)
+    part_index = np.arange(len(parts)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    done_bytes = part_index * max_run_bytes
+    parts[:, 0] += done_bytes
+    parts[:, 1] += done_bytes
+    parts[:, 2] = np.minimum(parts[:, 2] - done_bytes, max_run_bytes)
+    return parts

@@ -20,7 +20,7 @@ from support.handoff_values import done, failed, grant, quiesced, ready, renewed
 from support.tiny_checkpoint import VOCAB_SIZE
 
 from cache_runtime.transfer.manifest_builder import build_manifest
-from cache_runtime.transfer.partition import plan_pieces
+from cache_runtime.transfer.partition import plan_strips
 from cache_runtime.transfer.placement import check_bridgeable
 from cache_runtime.transfer.planner import plan_block_runs
 from cache_runtime.transfer.schema import PlacementManifest
@@ -134,7 +134,7 @@ def test_what_is_planned_for_any_manifest_that_is_taken_lies_in_its_arena() -> N
 def _check_plans(peer: PlacementManifest, num_blocks: int) -> None:
     (source,) = MANIFEST.ranks
     for target in peer.ranks:
-        pieces = plan_pieces(peer.logical, source.tensor_rank, target.tensor_rank)
+        strips = plan_strips(peer.logical, source.tensor_rank, target.tensor_rank)
         for group in peer.logical.groups:
             field_ids = [item.field_id for item in peer.logical.fields if item.group_id == group.group_id]
             last = target.find_num_blocks(group.group_id) or 0
@@ -146,7 +146,7 @@ def _check_plans(peer: PlacementManifest, num_blocks: int) -> None:
                 range(1, 1 + len(blocks)),
                 blocks,
                 group_id=group.group_id,
-                pieces=pieces,
+                strips=strips,
             )
             begins, ends = table.rows[:, 1], table.rows[:, 1] + table.rows[:, 2]
             assert (begins >= target.arena_base).all()

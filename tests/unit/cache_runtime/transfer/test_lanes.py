@@ -28,7 +28,7 @@ def pairs(num_sources: int, num_targets: int, *, cache: LogicalManifest | None =
 def test_ranks_of_equally_many_send_whole_blocks_to_their_likes(size: int) -> None:
     lanes = LanePlanner(logical(), ranks_of(size)).lanes_to(ranks_of(size))
     assert [(lane.source.tp_rank, lane.target.tp_rank) for lane in lanes] == [(index, index) for index in range(size)]
-    assert all(lane.pieces is None for lane in lanes)
+    assert all(lane.strips is None for lane in lanes)
 
 
 def test_unlike_numbers_of_ranks_have_a_way_wherever_bytes_go() -> None:
@@ -45,11 +45,11 @@ def test_what_every_rank_has_whole_comes_to_each_target_from_one_source() -> Non
     assert pairs(2, 3, cache=whole) == [(0, 0), (0, 2), (1, 1)]
 
 
-def test_the_pieces_of_all_lanes_to_a_rank_cover_its_block_once() -> None:
+def test_the_strips_of_all_lanes_to_a_rank_cover_its_block_once() -> None:
     targets = ranks_of(1)
     covered = np.zeros(targets[0].fields[0].block_bytes, dtype=np.int64)
     for lane in LanePlanner(logical(), ranks_of(3)).lanes_to(targets):
-        assert lane.pieces is not None
-        for _, begin, length in lane.pieces["layers.0.k"].tolist():
+        assert lane.strips is not None
+        for _, begin, length in lane.strips["layers.0.k"].tolist():
             covered[begin : begin + length] += 1
     assert (covered == 1).all()

@@ -22,7 +22,7 @@ from cache_runtime.recipes.plan import CacheMemoryPlan
 from cache_runtime.recipes.rows import RowField, key_value_fields
 from cache_runtime.recipes.sliding_full import SlidingFullCacheRecipe
 from cache_runtime.transfer.manifest_builder import describe_cache, place_rank
-from cache_runtime.transfer.partition import field_pieces, plan_pieces
+from cache_runtime.transfer.partition import field_strips, plan_strips
 from cache_runtime.transfer.planner import PlanError, coalesce, plan_block_runs
 from cache_runtime.transfer.schema import FieldSchema, LogicalManifest, PlacementManifest, RankPlacement
 
@@ -184,10 +184,10 @@ def transfer(
     logical = source.manifest.logical
     num_writes = [np.zeros(arena.size, dtype=np.int64) for arena in target.arenas]
     for ours, theirs in itertools.product(source.manifest.ranks, target.manifest.ranks):
-        pieces = plan_pieces(logical, ours.tensor_rank, theirs.tensor_rank)
+        strips = plan_strips(logical, ours.tensor_rank, theirs.tensor_rank)
         for group_id, (from_blocks, to_blocks) in blocks.items():
             field_ids = [item.field_id for item in logical.fields if item.group_id == group_id]
-            runs = plan_block_runs(ours, theirs, field_ids, from_blocks, to_blocks, group_id=group_id, pieces=pieces)
+            runs = plan_block_runs(ours, theirs, field_ids, from_blocks, to_blocks, group_id=group_id, strips=strips)
             for run in coalesce(runs):
                 begin, to_begin = run.source_address - ours.arena_base, run.target_address - theirs.arena_base
                 moved = source.arenas[ours.tp_rank][begin : begin + run.length_bytes]
@@ -233,32 +233,32 @@ def test_nothing_but_the_granted_blocks_of_a_target_changes() -> None:
 
 def test_ranks_of_equal_nodes_move_whole_blocks_that_coalesce() -> None:
     node = make_node(FAMILIES["full"], 2, memory_bytes=1 << 16, base=1 << 30)
-    pieces = plan_pieces(node.manifest.logical, TensorRank(rank=1, size=2), TensorRank(rank=1, size=2))
+    strips = plan_strips(node.manifest.logical, TensorRank(rank=1, size=2), TensorRank(rank=1, size=2))
     field_ids = [item.field_id for item in node.manifest.logical.fields]
-    cut = plan_block_runs(node.rank(1), node.rank(1), field_ids, [1, 2], [3, 4], pieces=pieces)
+    cut = plan_block_runs(node.rank(1), node.rank(1), field_ids, [1, 2], [3, 4], strips=strips)
     assert cut == plan_block_runs(node.rank(1), node.rank(1), field_ids, [1, 2], [3, 4])
-    across = plan_pieces(node.manifest.logical, TensorRank(rank=0, size=2), TensorRank(rank=1, size=2))
-    assert not plan_block_runs(node.rank(0), node.rank(1), field_ids, [1, 2], [3, 4], pieces=across)
+    across = plan_strips(node.manifest.logical, TensorRank(rank=0, size=2), TensorRank(rank=1, size=2))
+    assert not plan_block_runs(node.rank(0), node.rank(1), field_ids, [1, 2], [3, 4], strips=across)
 
 
 def test_what_all_ranks_of_a_source_hold_is_written_by_different_ranks_to_different_targets() -> None:
     item = FieldSchema(field_id="f", group_id="g", dtype="float32", block_shape=(2, 3))
     ranks = [TensorRank(rank=rank, size=2) for rank in range(2)]
-    writers = [[len(field_pieces(item, ours, theirs)) for ours in ranks] for theirs in ranks]
+    writers = [[len(field_strips(item, ours, theirs)) for ours in ranks] for theirs in ranks]
     assert writers == [[1, 0], [0, 1]]
 
 
-def test_a_head_slice_is_one_piece_per_row() -> None:
+def test_a_head_slice_is_one_strip_per_row() -> None:
     item = FieldSchema(field_id="k", group_id="g", dtype="float32", block_shape=(2, 4, 3), partition_axis=1)
-    pieces = field_pieces(item, TensorRank(), TensorRank(rank=1, size=2))
-    assert pieces.tolist() == [[24, 0, 24], [72, 24, 24]]
+    strips = field_strips(item, TensorRank(), TensorRank(rank=1, size=2))
+    assert strips.tolist() == [[24, 0, 24], [72, 24, 24]]
 
 
-def test_pieces_outside_a_block_are_refused() -> None:
+def test_strips_outside_a_block_are_refused() -> None:
     node = make_node(FAMILIES["full"], 1, memory_bytes=1 << 16, base=1 << 30)
     outside = {"layers.0.k": np.array([[0, 8, 1 << 20]], dtype=np.int64)}
-    with pytest.raises(PlanError, match=r'"layers\.0\.k": a piece ends at byte 1048576 of the source block'):
-        plan_block_runs(node.rank(0), node.rank(0), ["layers.0.k"], [1], [1], pieces=outside)
+    with pytest.raises(PlanError, match=r'"layers\.0\.k": a strip ends at byte 1048576 of the source block'):
+        plan_block_runs(node.rank(0), node.rank(0), ["layers.0.k"], [1], [1], strips=outside)
 
 
 @pytest.mark.parametrize("num_heads", [3, 5])
