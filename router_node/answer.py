@@ -29,8 +29,6 @@ class Answer:
         self._token_ids: list[int] = []
         self._num_attempts = 0
         self._num_hedges = 0
-        self._began_at_s = 0.0
-        self._attempt_began_at_s = 0.0
         self._is_admitted = False
         self._has_prompt_logprobs = False
         self._cached: inference_pb2.CachedTokens | None = None
@@ -75,22 +73,15 @@ class Answer:
             message.ClearField("num_prompt_logprobs")
         return message
 
-    def begin_attempt(self, now_s: float) -> None:
+    def begin_attempt(self) -> None:
         """The request is sent to a decode node."""
-        if self._num_attempts == 0:
-            self._began_at_s = now_s
         self._num_attempts += 1
-        self._attempt_began_at_s = now_s
         self._is_admitted = False
 
     def begin_hedge(self) -> None:
         """The request is sent to a second decode node beside the first one."""
         self._num_attempts += 1
         self._num_hedges += 1
-
-    def settle(self, began_at_s: float) -> None:
-        """Of two attempts side by side the one that began then is the one whose events follow."""
-        self._attempt_began_at_s = began_at_s
 
     def take_admitted(self, admitted: decode_pb2.DecodeAdmitted) -> inference_pb2.PromptLogprobs | None:
         """What the client is told of its prompt, if it asked and does not know by now. Raises ValueError when the node
@@ -136,7 +127,10 @@ class Answer:
         return "" if self.matched_stop is not None else self._text.finish()
 
     def finish(self) -> inference_pb2.Finish:
-        """The end of the stream; requires `is_complete`, and `rest` to have been asked for."""
+        """The end of the stream; requires `is_complete`, and `rest` to have been asked for.
+
+        Whoever knows when the request came adds the time to its first token.
+        """
         reported = self._reported
         if reported is not None and self._num_attempts == 1:
             finish = inference_pb2.Finish(usage=reported.usage, timings=reported.timings)
@@ -189,9 +183,6 @@ class Answer:
         total.transferred_bytes += timings.transferred_bytes
         total.transferred_runs += timings.transferred_runs
         total.transferred_blocks += timings.transferred_blocks
-        if total.time_to_first_token_ms == 0:
-            lost_ms = (self._attempt_began_at_s - self._began_at_s) * _MS_PER_S
-            total.time_to_first_token_ms = lost_ms + timings.time_to_first_token_ms
 
 
 def _attempt_name(request_id: str, sample: int, attempt: int) -> str:

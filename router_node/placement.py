@@ -81,7 +81,7 @@ class PlacementChoice:
             span_names.PDMESH_PLACE_REASON: decision.reason,
             span_names.PDMESH_PLACE_CANDIDATES: decision.num_candidates,
             span_names.PDMESH_PLACE_RUNNERS_UP: [
-                f"{other}: {each.total_s * _MS_PER_S:.1f} ms, {other.computes.cached_tokens} cached"
+                f"{other}: {each.total_s * _MS_PER_S:,.1f} ms, {other.computes.cached_tokens:,} cached"
                 for other, each in decision.runners_up
             ],
             span_names.PDMESH_PLACE_PREFILL_CACHED_TOKENS: pair.computes.cached_tokens,

@@ -1,5 +1,5 @@
 """What is measured of every request at the router: time to its first token, between tokens and in all, and its tokens.
-The time to the first token is told to the trace as well.
+The time to the first token is told to the trace and to the client as well.
 
 Names and bounds are those of the OpenTelemetry semantic conventions for generative AI; `pdmesh.*` where they have none.
 Source: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
@@ -95,6 +95,11 @@ class RequestMeasurement:
             case "finish":
                 self._take_usage(response.finish.usage)
 
+    def first_token_ms(self, index: int) -> float:
+        """From the arrival of the request to the first token of that sample; 0 while it has none."""
+        sample = self._progress.get(index)
+        return 0.0 if sample is None else (sample.first_token_at_s - self._began_at_s) * _MS_PER_S
+
     def end(self, error_type: str) -> None:
         """The request is over; `error_type` is empty when it succeeded."""
         labels = {**self._labels, span_names.ERROR_TYPE: error_type} if error_type else self._labels
@@ -110,11 +115,11 @@ class RequestMeasurement:
             return
         instruments = self._instruments
         now_s = instruments.clock.now_s()
-        if not self._progress:
-            waited_s = now_s - self._began_at_s
-            instruments.time_to_first_token.record(waited_s, self._labels)
-            self._span.set(span_names.PDMESH_TIME_TO_FIRST_TOKEN_MS, waited_s * _MS_PER_S)
+        is_first = not self._progress
         sample = self._progress.setdefault(index, _Progress(first_token_at_s=now_s))
+        if is_first:
+            instruments.time_to_first_token.record(now_s - self._began_at_s, self._labels)
+            self._span.set(span_names.PDMESH_TIME_TO_FIRST_TOKEN_MS, self.first_token_ms(index))
         sample.last_token_at_s = now_s
         sample.num_tokens += num_tokens
 

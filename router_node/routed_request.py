@@ -123,7 +123,7 @@ class RoutedRequest:
         if is_hedge:
             self._answer.begin_hedge()
         else:
-            self._answer.begin_attempt(now_s)
+            self._answer.begin_attempt()
         return DecodeCall(
             choice=choice,
             request=request,
@@ -195,7 +195,7 @@ class RoutedRequest:
             first, after_s=after_s, make_second=make_second, on_failure=self._note_failed_runner
         )
         if second is not None:
-            self._settle(winner, second)
+            self._tell_hedge(winner, second)
         return winner
 
     def _second(self, first: DecodeCall) -> DecodeCall | None:
@@ -214,8 +214,7 @@ class RoutedRequest:
         _log.info("no token yet from %s; asked beside it: %s", first.choice, choice)
         return self._begin(choice, is_hedge=True)
 
-    def _settle(self, winner: DecodeCall, second: DecodeCall) -> None:
-        self._answer.settle(winner.began_at_s)
+    def _tell_hedge(self, winner: DecodeCall, second: DecodeCall) -> None:
         outcome = "lost" if second.failure is None else "failed"
         if winner is second and second.failure is None:
             outcome = "won"

@@ -99,10 +99,11 @@ class InferenceService:
                 finishes: list[inference_pb2.Finish] = []
                 async with aclosing(self._responses(prepared, num_samples, span, deadline_s)) as responses:
                     async for response in responses:
+                        measured.take(response)
                         if response.HasField("finish"):
+                            response.finish.timings.time_to_first_token_ms = measured.first_token_ms(response.index)
                             finishes.append(response.finish)
                             _record_finishes(span, finishes)
-                        measured.take(response)
                         yield response
 
     @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from router_node.node_pool import ComputeRole, NodeFacts, TokenLimits
+from router_node.placement import PlacementChoice
 from router_node.placement_policy import CostRates, Decision, Demand, NodeView, PolicyName, decide
 
 PREFILL, DECODE, FUSED = ComputeRole.PREFILL, ComputeRole.DECODE, ComputeRole.FUSED
@@ -213,6 +214,18 @@ def test_among_many_nodes_the_best_pair_is_found() -> None:
     made = decision(*crowd, *special)
     assert (made.pair.decode.facts.node_id, made.pair.computes.facts.node_id) == ("d99", "p99")
     assert made.num_candidates == 16
+
+
+def test_a_trace_tells_of_other_pairs_in_numbers_that_can_be_read() -> None:
+    made = decision(
+        node("p1"),
+        node("p2", cached_tokens=1024, queued_tokens=90_000),
+        node("d1"),
+        demand=replace(PROMPT, prompt_tokens=4000),
+    )
+    assert made.pair.prefill is not None
+    choice = PlacementChoice(decode=made.pair.decode.facts, prefill=made.pair.prefill.facts, decision=made)
+    assert choice.explanation()["pdmesh.place.runners_up"] == ["d1 with p2: 93,476.0 ms, 1,024 cached"]
 
 
 def test_the_decision_explains_itself() -> None:

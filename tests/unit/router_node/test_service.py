@@ -88,7 +88,6 @@ async def test_a_stop_string_ends_the_stream_and_cancels_the_decode_node(
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (2, 7)
     assert finish.usage.cached == inference_pb2.CachedTokens(prefill_device=1)
     assert (finish.timings.prefill_compute_ms, finish.timings.transfer_ms) == (2.5, 1.5)
-    assert finish.timings.time_to_first_token_ms == 4.0
     await decode.cancelled.wait()
 
 
@@ -341,6 +340,22 @@ async def test_a_request_is_one_trace_that_the_placement_names_and_the_decode_no
     assert attributes["gen_ai.usage.output_tokens"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["pdmesh.cached_tokens.prefill_device"] == 1
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+async def test_client_and_trace_are_told_the_same_time_to_the_first_token(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, num_samples: int
+) -> None:
+    """That since the request came, whatever the decode node says: it was asked later."""
+    telemetry, exporter = _recording()
+    router = await start_router(prefill, decode, telemetry=telemetry, served_model_name="tiny")
+    responses = await router.generate(text="hi", max_tokens=5, num_samples=num_samples)
+    told_ms = [response.finish.timings.time_to_first_token_ms for response in responses if response.HasField("finish")]
+    assert len(told_ms) == num_samples
+    assert min(told_ms) > 0
+    root = _spans_by_name(exporter)["text_completion tiny"]
+    assert root.attributes is not None
+    assert root.attributes["pdmesh.time_to_first_token_ms"] == min(told_ms)
 
 
 async def test_every_request_is_measured_by_its_outcome(
