@@ -6,7 +6,8 @@ A guided tour over the public surface: nothing here is used by a node.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -44,10 +45,7 @@ async def run_demo(options: UpOptions, console: Console, *, verbose: bool) -> No
     model_path = provide_model(options.model, console)
     console.print(f"model      {model_path}", highlight=False, soft_wrap=True)
     requests = requests_for(model_path)
-    with cancelled_by_signals(), FileLogs(default_log_dir()) as files:
-        sink: LogSink = ConsoleLogs(console) if verbose else files
-        if not verbose:
-            console.print(f"logs       {files.directory}", highlight=False, soft_wrap=True)
+    with cancelled_by_signals(), _logs(console, verbose=verbose) as sink:
         async with running_mesh(options, model_path, sink, console) as running:
             console.print(f"started in {time.monotonic() - begun_s:.1f} s")
             finished = await running.mesh.run(_answer_all(requests, running, console))
@@ -57,6 +55,17 @@ async def run_demo(options: UpOptions, console: Console, *, verbose: bool) -> No
             _print_cache_remark(finished, console)
             console.print("stopping all processes, the router first ...")
     console.print(f"all processes stopped; the demo took {time.monotonic() - begun_s:.1f} s")
+
+
+@contextmanager
+def _logs(console: Console, *, verbose: bool) -> Iterator[LogSink]:
+    """On the console, or in files of which it is told. Raises BadConfig where there can be none."""
+    if verbose:
+        yield ConsoleLogs(console)
+        return
+    with FileLogs(default_log_dir()) as files:
+        console.print(f"logs       {files.directory}", highlight=False, soft_wrap=True)
+        yield files
 
 
 def _print_cache_remark(finished: Sequence[tuple[str, Finish]], console: Console) -> None:

@@ -11,10 +11,11 @@ from typing import Final, NoReturn
 
 from rich.console import Console
 
-from node_runtime.errors import BadConfig, NodeError, PortInUse
+from node_runtime.errors import BadConfig, NodeError
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import PdmeshError
 from pdmesh_cli.model_fetch import ModelFetchError
+from pdmesh_cli.ports import PortTaken
 
 EXIT_FAILURE: Final = 1
 EXIT_BAD_USAGE: Final = 2
@@ -36,8 +37,8 @@ def reported_failures(*, quote_logs: bool = False, asks_router: bool = True) -> 
         for line in error.last_lines if quote_logs else ():
             err.print(f"  {line}", style="bright_black", markup=False)
         _fail(err, error, EXIT_FAILURE)
-    except PortInUse as error:
-        _fail(err, f"{error}; choose another with --port, or 0 for a free one", EXIT_FAILURE)
+    except PortTaken as error:
+        _fail(err, f"{error}; choose another with {error.option}, or 0 for a free one", EXIT_FAILURE)
     except (ModelFetchError, PdmeshError, NodeError) as error:
         _fail(err, _with_advice(error) if asks_router else error, EXIT_FAILURE)
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -33,6 +34,17 @@ class Answer:
 
     placement: Placement
     finish: Finish
+
+
+def prompt_text(given: str) -> str:
+    """The prompt as it is given, or what standard input has for "-". Raises BadConfig for what is no text."""
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        # Bytes of the command line that are no characters come as surrogates.
+        text.encode()
+    except UnicodeError as error:
+        raise BadConfig(f"prompt: is no text in UTF-8: {error}") from None
+    return text
 
 
 def schema_text(path: Path | None, regex: str | None) -> str | None:

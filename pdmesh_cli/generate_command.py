@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -71,10 +70,9 @@ def generate(
 ) -> None:
     """Generate text for one prompt: the answer goes to standard output, what it cost to standard error."""
     from pdmesh_cli.client_types import GenerateOptions
-    from pdmesh_cli.generate import biases_of, prompt_of, run_generate, schema_text
+    from pdmesh_cli.generate import biases_of, prompt_of, prompt_text, run_generate, schema_text
     from pdmesh_cli.identity import identity_of
 
-    text = sys.stdin.read() if prompt == "-" else prompt
     out, err = Console(), Console(stderr=True, highlight=False)
     with reported_failures():
         options = GenerateOptions(
@@ -102,7 +100,7 @@ def generate(
         )
         work = run_generate(
             router,
-            prompt_of(text, chat=chat or system is not None, system=system),
+            prompt_of(prompt_text(prompt), chat=chat or system is not None, system=system),
             options,
             timeout_s=timeout_s,
             identity=identity,

@@ -5,13 +5,17 @@ Implements `child.LogSink`; knows nothing about processes.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
 from rich.text import Text
+
+from node_runtime.errors import BadConfig
 
 _STYLES = {"router": "blue", "prefill": "cyan", "decode": "green", "fused": "magenta"}
 _NAME_WIDTH = 10
@@ -53,25 +57,41 @@ def _for_people(line: str) -> Text:
 
 
 class FileLogs:
-    """Writes `<directory>/<name>.log`, anew in every run. A context manager; the files are closed at its end."""
+    """Writes `<directory>/<name>.log`, anew in every run. A context manager; the files are closed at its end.
+
+    A file that can no longer be written, as on a full disk, is given up: nodes go on without.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, TextIO] = {}
+        self._given_up: set[str] = set()
 
     def __enter__(self) -> Self:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Raises BadConfig when there can be no files."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Asked by writing: root may write where permissions say no, and nobody to a file system that is read-only.
+            tempfile.TemporaryFile(dir=self.directory).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise BadConfig(f"logs: cannot write under {self.directory}: {reason}; --verbose shows them here") from None
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._files.clear()
 
     def write_line(self, name: str, line: str) -> None:
-        file = self._files.get(name)
-        if file is None:
-            file = self._files[name] = (self.directory / f"{name}.log").open("w", encoding="utf-8", buffering=1)
-        file.write(f"{line}\n")
+        if name in self._given_up:
+            return
+        try:
+            if name not in self._files:
+                self._files[name] = (self.directory / f"{name}.log").open("w", encoding="utf-8", buffering=1)
+            self._files[name].write(f"{line}\n")
+        except OSError:
+            self._given_up.add(name)

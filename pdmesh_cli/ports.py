@@ -25,8 +25,16 @@ def reserved_ports(host: str, count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(each.getsockname()[1] for each in sockets)
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Raises PortInUse when somebody listens there. Whatever else is wrong with the address is left to who listens."""
+class PortTaken(PortInUse):
+    """Said before anything is started. `option` is the one that chooses another port."""
+
+    def __init__(self, host: str, port: int, option: str) -> None:
+        super().__init__(host, port)
+        self.option = option
+
+
+def check_port_free(host: str, port: int, *, option: str) -> None:
+    """Raises PortTaken when somebody listens there. Whatever else is wrong with the address is left to who listens."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
@@ -34,4 +42,4 @@ def check_port_free(host: str, port: int) -> None:
                 probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(host, port) from None
+            raise PortTaken(host, port, option) from None

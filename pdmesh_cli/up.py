@@ -152,7 +152,7 @@ async def running_mesh(
 ) -> AsyncIterator[RunningMesh]:
     """Starts collector and nodes, says when each is ready, stops all of it at the end of the block.
 
-    Raises BadConfig, PortInUse, ChildError for a node that cannot start, or PdmeshError when the nodes do not come
+    Raises BadConfig, PortTaken, ChildError for a node that cannot start, or PdmeshError when the nodes do not come
     together.
     """
     async with AsyncExitStack() as stack:
@@ -163,9 +163,7 @@ async def running_mesh(
             endpoint = await collector.start()
             stack.push_async_callback(collector.stop)
         plan = mesh_plan(options, model_path, endpoint)
-        for port in filter(None, (options.port, options.chosen_http_port)):
-            # Known at once instead of when all the models are loaded.
-            check_port_free(options.host, port)
+        _check_ports(options)
 
         nodes: list[Announcement] = []
 
@@ -184,6 +182,17 @@ async def running_mesh(
         console.print(f"OpenAI-compatible API at http://{router.http_address}/v1, for instance:", highlight=False)
         console.print(f"  {example_request(router.http_address)}", highlight=False, markup=False, soft_wrap=True)
         yield RunningMesh(mesh=mesh, router=router, nodes=tuple(nodes), traces=traces)
+
+
+def _check_ports(options: UpOptions) -> None:
+    """Known at once instead of when all the models are loaded. Raises BadConfig, PortTaken."""
+    if options.port and options.port == options.chosen_http_port:
+        raise BadConfig(
+            f"port, http_port: both are {options.port}; choose another with --http-port, or 0 for a free one"
+        )
+    for port, option in ((options.port, "--port"), (options.chosen_http_port, "--http-port")):
+        if port:
+            check_port_free(options.host, port, option=option)
 
 
 def _busy(console: Console, message: str) -> AbstractContextManager[object]:

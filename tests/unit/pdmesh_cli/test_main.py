@@ -168,17 +168,31 @@ def test_generate_names_a_router_that_is_not_there() -> None:
     )
 
 
-def test_up_says_at_once_that_its_port_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "others"), [("--port", ()), ("--http-port", ("--port", "0"))])
+def test_up_says_at_once_that_a_port_is_taken(tmp_path: Path, option: str, others: tuple[str, ...]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        result = _run("up", "--model", str(tmp_path), "--port", str(port))
+        result = _run("up", "--model", str(tmp_path), option, str(port), *others)
     assert result.exit_code == 1
     assert result.stderr == (
-        f"pdmesh: cannot listen on 127.0.0.1:{port}: the port is already in use; choose another with --port, "
+        f"pdmesh: cannot listen on 127.0.0.1:{port}: the port is already in use; choose another with {option}, "
         "or 0 for a free one\n"
     )
+
+
+def test_up_does_not_start_with_one_port_for_both_of_its_faces(tmp_path: Path) -> None:
+    result = _run("up", "--model", str(tmp_path), "--port", "7780")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("pdmesh: port, http_port: both are 7780; choose another")
+
+
+@pytest.mark.parametrize(("given", "typed"), [("-", b"caf\xe9"), ("caf\udce9", b"")])
+def test_a_prompt_that_is_no_text_is_refused(given: str, typed: bytes) -> None:
+    result = CliRunner().invoke(app, ["generate", given, "--router", "127.0.0.1:1"], input=typed)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("pdmesh: prompt: is no text in UTF-8")
 
 
 @pytest.mark.parametrize(

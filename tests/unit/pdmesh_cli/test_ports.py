@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from node_runtime.config import NodeConfig
-from node_runtime.errors import PortInUse
 from node_runtime.rpc import RpcServer
-from pdmesh_cli.ports import check_port_free, reserved_ports
+from pdmesh_cli.ports import PortTaken, check_port_free, reserved_ports
 
 
 async def test_a_server_can_listen_on_a_port_that_is_reserved() -> None:
@@ -31,6 +30,6 @@ def test_a_port_that_somebody_listens_on_is_in_use_and_free_afterwards() -> None
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(PortInUse):
-            check_port_free("127.0.0.1", port)
-    check_port_free("127.0.0.1", port)
+        with pytest.raises(PortTaken, match=f"127.0.0.1:{port}: the port is already in use"):
+            check_port_free("127.0.0.1", port, option="--port")
+    check_port_free("127.0.0.1", port, option="--port")

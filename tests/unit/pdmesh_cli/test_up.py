@@ -175,3 +175,18 @@ def test_file_logs_keep_one_file_per_node_and_start_anew(tmp_path: Path) -> None
             logs.write_line("decode-0", run)
     assert (tmp_path / "logs" / "router.log").read_text() == "second one\nsecond two\n"
     assert (tmp_path / "logs" / "decode-0.log").read_text() == "second\n"
+
+
+def test_a_log_file_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "router.log").symlink_to("/dev/full")
+    with FileLogs(tmp_path) as logs:
+        for line in ("one", "two"):
+            logs.write_line("router", line)
+            logs.write_line("decode-0", line)
+    assert (tmp_path / "decode-0.log").read_text() == "one\ntwo\n"
+
+
+def test_where_there_can_be_no_log_files_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(BadConfig, match=r"^logs: cannot write under .*: File exists; --verbose shows them here$"):
+        FileLogs(tmp_path / "logs").__enter__()
