@@ -23,7 +23,8 @@ class RouterConfig(NodeConfig):
 
     model: str = Field(
         min_length=1,
-        description="GGUF file, checkpoint directory, or the alias smollm2; only tokenizer and chat template are read.",
+        description="GGUF file, safetensors directory, or an alias: smollm2, gemma3. Only tokenizer and chat template "
+        "are read.",
     )
     served_model_name: str = Field(
         default="", max_length=128, description="Name clients use for the model. Default: name of the model file."
@@ -79,8 +80,8 @@ class RouterConfig(NodeConfig):
         default=0,
         ge=0,
         le=100_000,
-        description="Keep so many of the newest traces for the live page; nodes send them here when their "
-        "--otlp-endpoint is the gRPC address of this router.",
+        description="Keep so many of the newest traces for pdmesh trace and the live page; nodes send them here when "
+        "their --otlp-endpoint is the gRPC address of this router.",
     )
     max_attempts: int = Field(
         default=4, ge=1, le=100, description="How often a request is sent to nodes, the first time included."

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from typer.core import TyperCommand, TyperGroup
 
+from node_runtime.config import FIELD_ALIASES, format_size
+from pdmesh_cli.config_commands import ROLE_CONFIGS
 from pdmesh_cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +22,10 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # `--name`, but neither a rule of a table nor the middle of a word.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
-_COMMAND = re.compile(r"^(?:\.venv/bin/)?pdmesh ([a-z]+)|`pdmesh ([a-z]+)", re.MULTILINE)
+_CALL = re.compile(r"^(?:\$ )?(?:\S+=\S+ )*(?:\.venv/bin/)?pdmesh ([a-z]+)", re.MULTILINE)
+_QUOTED_CALL = re.compile(r"`pdmesh ([a-z]+)")
+# An option with its default in brackets: `--name` (64), (`off`, decode), (`--other-name`, 64), (4 MiB).
+_DEFAULT = re.compile(r"`--([a-z-]+)` \((?:`--[a-z-]+`, )?(\d[\d.]*(?: ?[KMG]iB)?|`\w+`)")
 # Of other programs: helm, guidellm, aiperf, smg, and builders of images.
 _OF_OTHERS = frozenset(
     {
@@ -74,15 +79,16 @@ def _options(command: TyperCommand | TyperGroup) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_option_that_a_page_names_is_one_of_some_command(page: str) -> None:
-    known = _OF_OTHERS.union(*_commands().values())
+    known = {"help"}.union(_OF_OTHERS, *_commands().values())
     wrong = set(_OPTION.findall(_read(page))) - known
     assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_that_a_page_calls_exists(page: str) -> None:
-    called = {first or second for first, second in _COMMAND.findall(_read(page))}
-    assert called <= _commands().keys()
+    text = _read(page)
+    called = {name for block in _FENCED.findall(text) for name in _CALL.findall(block)}
+    assert called | set(_QUOTED_CALL.findall(text)) <= _commands().keys()
 
 
 def test_operations_tells_of_every_command_and_the_options_named_beside_it_are_its_own() -> None:
@@ -93,3 +99,24 @@ def test_operations_tells_of_every_command_and_the_options_named_beside_it_are_i
     for row in rows:
         name = re.findall(r"`pdmesh ([a-z]+)", row[0])[0]
         assert set(_OPTION.findall(row[-1])) <= _commands()[name], row[0]
+
+
+def _defaults(option: str) -> set[str]:
+    """As a page may write those of all roles that have it."""
+    name = option.replace("-", "_")
+    name = next((field for field, aliases in FIELD_ALIASES.items() if name in aliases), name)
+    fields = [config.model_fields[name] for config in ROLE_CONFIGS.values() if name in config.model_fields]
+    written = set()
+    for default in (field.default for field in fields):
+        written |= {str(default), f"`{default}`"}
+        if isinstance(default, float):
+            written.add(f"{default:g}")
+        elif isinstance(default, int):
+            written.add(format_size(default))
+    return written
+
+
+def test_the_defaults_that_pages_tell_are_those_of_the_code() -> None:
+    told = [match for page in PAGES for match in _DEFAULT.findall(_read(page))]
+    assert len(told) > 20
+    assert [(option, value) for option, value in told if value.replace(" ", "") not in _defaults(option)] == []
