@@ -39,7 +39,7 @@ from model_runtime.lora.token_groups import NO_ADAPTERS, TokenGroup, group_token
 from model_runtime.prompt_scoring import keep_scores, scored_rows, scored_tokens
 from model_runtime.rank_group import RankGroup, SingleRank, check_same_plan
 from model_runtime.registry import compute_dtype, find_backend, find_family
-from model_runtime.sampler import SampledToken, SamplingParams, adapters_of, sample
+from model_runtime.sampler import RowOutcome, SamplingParams, adapters_of, sample_row
 from model_runtime.stage_fences import StageFences
 from model_runtime.weight_choice import WeightChoice, WeightFacts, apply_choice, describe_weights
 
@@ -193,15 +193,16 @@ class ModelExecutor:
         plan: ExecutablePlan,
         sampling: Mapping[str, SamplingParams],
         on_stage: Callable[[int], None] | None = None,
-    ) -> tuple[SampledToken | None, ...]:
-        """One forward of all rows; one entry per row, None where the plan wants no logits.
+    ) -> tuple[RowOutcome, ...]:
+        """One forward of all rows; one entry per row, None where the plan wants no logits, BrokenLogits where the model
+        broke down: that is the row's own, the others are sampled as without it.
 
         `sampling` has an entry for every request whose logits are wanted; what a prompt is to be told is left in the
         texts there. `on_stage(i)` runs on the calling thread once layer i's rows or states of this forward are in the
         arena, on the CPU right after the layer wrote them.
         Raises BatchContractError or ValueError, before the arena is touched, for a plan that contradicts the arena's
-        contract, and an adapter that is not here; LogitsError when the model breaks down; RankGroupError when another
-        rank does not take part, or carries out another plan.
+        contract, and an adapter that is not here; RankGroupError when another rank does not take part, or carries out
+        another plan.
         """
         metadata = CacheBatchMetadata.from_plan(plan, self._arena.contract)
         scored = scored_rows(plan.request_ids, metadata.begins, metadata.input_lengths, sampling)
@@ -211,11 +212,12 @@ class ModelExecutor:
         groups = self._token_groups(plan, metadata, adapters)
         self._check_same_plan(plan, adapters)
         logits = self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
-        keep_scores(scored, logits[len(params) :])
-        sampled: list[SampledToken | None] = [None] * metadata.num_rows
+        sampled: list[RowOutcome] = [None] * metadata.num_rows
         for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=False):
             position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
-            sampled[row] = sample(row_logits, row_params, position)
+            sampled[row] = sample_row(row_logits, row_params, position)
+        for row, broken in keep_scores(scored, logits[len(params) :]).items():
+            sampled[row] = broken
         return tuple(sampled)
 
     def logits(

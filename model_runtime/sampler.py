@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +131,25 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenLogits:
+    """In the place of what a row of a pass would have given: its logits say nothing. Other rows are sound."""
+
+    reason: str
+
+
+RowOutcome: TypeAlias = SampledToken | BrokenLogits | None
+"""Of one row of a pass; None: no token was wanted."""
+
+
+def sample_row(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken | BrokenLogits:
+    """`sample` of one row among others, whose fate is not theirs."""
+    try:
+        return sample(logits, params, position)
+    except LogitsError as error:
+        return BrokenLogits(reason=str(error))
+
+
 def sample(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken:
     """Picks the token at `position` of prompt and completion from logits float32[vocab_size].
 
@@ -149,7 +169,10 @@ def sample(logits: Float32Row, params: SamplingParams, position: int) -> Sampled
 
 
 def score(logits: Float32Row, token_id: int, num_alternatives: int) -> SampledToken:
-    """How likely logits float32[vocab_size] make a token, and the most likely ones."""
+    """How likely logits float32[vocab_size] make a token, and the most likely ones.
+
+    Raises LogitsError when the logits have no finite maximum.
+    """
     logprobs = _log_softmax(logits)
     top_ids = _most_likely(logprobs, num_alternatives)
     return SampledToken(
@@ -246,5 +269,8 @@ def _most_likely(values: Float64Row, count: int) -> npt.NDArray[np.int64]:
 
 
 def _log_softmax(logits: Float32Row) -> Float64Row:
-    shifted = logits.astype(np.float64) - float(logits.max())
+    highest = float(logits.max())
+    if not math.isfinite(highest):
+        raise LogitsError(f"logits with the maximum {highest} have no log-probabilities")
+    shifted = logits.astype(np.float64) - highest
     return shifted - math.log(float(np.exp(shifted).sum()))

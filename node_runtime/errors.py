@@ -163,6 +163,12 @@ class RequestCancelled(NodeError):
     """The caller gave up."""
 
 
+class NoUsableLogits(NodeError):
+    """The model knows no next token for a request: its weights, the adapter or what was asked for are to blame. Another
+    node would know none either.
+    """
+
+
 class RemoteError(NodeError):
     """A peer's own status, passed on unchanged.
 

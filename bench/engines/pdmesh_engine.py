@@ -13,7 +13,7 @@ from protocol import prompt, serve
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from model_runtime.checkpoint import open_checkpoint
 from model_runtime.executor import ModelExecutor
-from model_runtime.sampler import SamplingParams
+from model_runtime.sampler import BrokenLogits, SampledToken, SamplingParams
 from model_runtime.weight_choice import WeightChoice
 from scheduler_core import AbortEvent, RequestSpec, ResultEvent, Role, Scheduler, SchedulerConfig
 
@@ -110,7 +110,11 @@ class PdmeshEngine:
         plan = self._scheduler.next_plan()
         self._executor.zero_blocks(plan)
         sampled = self._executor.execute(plan, {name: SamplingParams() for name in names})
-        results = dict(zip(plan.request_ids, sampled, strict=True))
+        results: dict[str, SampledToken | None] = {}
+        for name, outcome in zip(plan.request_ids, sampled, strict=True):
+            if isinstance(outcome, BrokenLogits):
+                raise RuntimeError(outcome.reason)
+            results[name] = outcome
         self._scheduler.advance(
             [ResultEvent(name, [] if token is None else [token.token_id]) for name, token in results.items()]
         )

@@ -5,8 +5,9 @@ forward pass, and feeds the results back. With nothing to do the thread sleeps i
 handoff session and no data plane: a role joins in through `StepHooks` and through the commands and updates of
 `messages.py`.
 
-Failures: what the scheduler refuses and what the executor throws fails the requests concerned; a contract that the
-scheduler finds broken, or an engine that its executor calls broken, cannot be survived and goes to `on_fatal`.
+Failures: what the scheduler refuses and what the executor throws fails the requests concerned, and logits that say
+nothing the one request whose they are; a contract that the scheduler finds broken, or an engine that its executor calls
+broken, cannot be survived and goes to `on_fatal`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeAlias, assert_never
 
+from model_runtime.sampler import BrokenLogits
 from node_runtime.clock import Clock
 from node_runtime.engine.live_request import LiveRequest
 from node_runtime.engine.messages import (
@@ -43,7 +45,7 @@ from node_runtime.engine.messages import (
 from node_runtime.engine.output_forms import FORM_FIELD
 from node_runtime.engine.rates import StepRates
 from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGone
-from node_runtime.errors import InternalError, InvalidRequest, NodeBroken, NodeError, RemoteError
+from node_runtime.errors import InternalError, InvalidRequest, NodeBroken, NodeError, NoUsableLogits, RemoteError
 from node_runtime.handoff.messages import GroupGrant
 from scheduler_core import (
     AbortEvent,
@@ -60,7 +62,7 @@ from scheduler_core import (
 )
 
 if TYPE_CHECKING:
-    from model_runtime.sampler import SampledToken, SamplingParams
+    from model_runtime.sampler import RowOutcome, SampledToken, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +79,8 @@ class Executor(Protocol):
 
     def execute(
         self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
-    ) -> tuple[SampledToken | None, ...]:
-        """One entry per row, None where the plan wants no logits.
+    ) -> tuple[RowOutcome, ...]:
+        """One entry per row, None where the plan wants no logits, BrokenLogits where they are of no use.
 
         Calls `on_stage(i)` as soon as the cache rows that stage `i` writes in this pass are in the arena.
         """
@@ -381,11 +383,18 @@ class EngineLoop:
         self._num_pulses += 1
         self._hooks.on_stage(stage, plan)
 
-    def _results(self, plan: Plan, sampled: tuple[SampledToken | None, ...]) -> list[Event]:
-        """One result per row, and the ends that the new tokens bring."""
+    def _results(self, plan: Plan, sampled: tuple[RowOutcome, ...]) -> list[Event]:
+        """One result per row, and the ends that the new tokens bring. A row without a result ends its request, so that
+        nothing of it is published.
+        """
         now_s = self._clock.now_s()
         events: list[Event] = []
         for request_id, token in zip(plan.request_ids, sampled, strict=True):
+            if isinstance(token, BrokenLogits):
+                _log.error("request %s ends: %s", request_id, token.reason)
+                self._fail((request_id,), NoUsableLogits(f"the model knows no next token: {token.reason}"))
+                events.append(AbortEvent(request_id))
+                continue
             events.append(ResultEvent(request_id, [] if token is None else [token.token_id]))
             if token is not None and self._emit_token(request_id, token, now_s):
                 events.append(FinishEvent(request_id))

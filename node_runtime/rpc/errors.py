@@ -48,6 +48,7 @@ STATUS_BY_ERROR: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         errors.PrefillDraining: grpc.StatusCode.UNKNOWN,
         errors.BadConfig: grpc.StatusCode.INTERNAL,
         errors.PortInUse: grpc.StatusCode.INTERNAL,
+        errors.NoUsableLogits: grpc.StatusCode.INTERNAL,
         errors.InternalError: grpc.StatusCode.INTERNAL,
     }
 )

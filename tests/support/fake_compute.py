@@ -21,7 +21,7 @@ from cache_runtime.shared_memory import SharedMemory
 from cache_runtime.transfer.manifest_builder import build_manifest
 from cache_runtime.transfer.memory_engine import MemoryEngine, MemoryFabric
 from cache_runtime.transfer.plane_set import PlaneSet
-from model_runtime.sampler import SampledToken, SamplingParams
+from model_runtime.sampler import BrokenLogits, RowOutcome, SampledToken, SamplingParams
 
 VOCAB_SIZE = 997
 ROW_BYTES = 16
@@ -118,6 +118,8 @@ class FakeExecutor:
         self.before_stage: Callable[[int], None] = lambda stage: None
         self.before_zeroing: Callable[[object], None] = lambda plan: None
         self.num_input_tokens = 0
+        # (seed, number of tokens): the logits of such requests are broken behind so many tokens.
+        self.broken_logits: set[tuple[int, int]] = set()
 
     def zero_blocks(self, plan) -> None:
         self.before_zeroing(plan)
@@ -128,7 +130,7 @@ class FakeExecutor:
 
     def execute(
         self, plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
-    ) -> tuple[SampledToken | None, ...]:
+    ) -> tuple[RowOutcome, ...]:
         self.before_pass(plan)
         self.num_input_tokens += int(plan.input_lengths.sum())
         tokens = np.split(plan.token_ids, np.cumsum(plan.input_lengths)[:-1])
@@ -143,13 +145,16 @@ class FakeExecutor:
                 on_stage(stage)
         return tuple(self._sample(plan, row, sampling) for row in range(plan.num_rows))
 
-    def _sample(self, plan, row: int, sampling: Mapping[str, SamplingParams]) -> SampledToken | None:
+    def _sample(self, plan, row: int, sampling: Mapping[str, SamplingParams]) -> RowOutcome:
         if not plan.logits_wanted[row]:
             return None
         num_tokens = int(plan.begins[row] + plan.input_lengths[row])
+        seed = sampling[plan.request_ids[row]].seed
+        if (seed, num_tokens) in self.broken_logits:
+            return BrokenLogits(reason=f"broken at position {num_tokens}")
         table = plan.block_tables[0][row]
         rows = (self.arena.row(field_id, table, position) for field_id in FIELD_IDS for position in range(num_tokens))
-        return SampledToken(token_id=pick_token(rows, sampling[plan.request_ids[row]].seed))
+        return SampledToken(token_id=pick_token(rows, seed))
 
 
 class Gate:

@@ -32,7 +32,7 @@ from node_runtime.engine.scheduler import EngineBroken, EngineScheduler, RankGon
 from scheduler_core import Capacity, Event, Plan, PrefixEvent, PrefixKeyChanges, RequestSpec
 
 if TYPE_CHECKING:
-    from model_runtime.sampler import SampledToken, SamplingParams
+    from model_runtime.sampler import RowOutcome, SamplingParams
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -133,7 +133,7 @@ class MirroredExecutor:
 
     def execute(
         self, plan: Plan, sampling: Mapping[str, SamplingParams], on_stage: Callable[[int], None] | None = None
-    ) -> tuple[SampledToken | None, ...]:
+    ) -> tuple[RowOutcome, ...]:
         """`on_stage(i)` is called once the rows of stage `i` are in the arenas of all ranks."""
         self._followers.tell(Compute(adapters=tuple(adapters_of(sampling).items())))
         stages = _StoredByAll(on_stage)

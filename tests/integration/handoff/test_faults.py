@@ -8,6 +8,7 @@ import socket
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pdmesh.v1 import inference_pb2
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
@@ -131,6 +132,26 @@ async def test_a_failed_write_ends_its_request_and_the_next_one_bootstraps_again
     mesh.fabric.fail_after(decode.endpoint, None)
     answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_logits_that_say_nothing_end_their_request_as_internal_and_those_beside_it_go_on(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill)
+    prefill.executor.broken_logits.add((7, len(PROMPT)))
+    decode.executor.broken_logits.add((8, len(PROMPT) + 2))
+    beside = asyncio.create_task(mesh.generate(decode, PROMPT[3:], max_tokens=30, prefill_address=prefill.address))
+    for seed, position in ((7, len(PROMPT)), (8, len(PROMPT) + 2)):
+        code, message = await mesh.error(
+            decode, PROMPT, sampling=inference_pb2.SamplingParams(seed=seed), prefill_address=prefill.address
+        )
+        assert code == grpc.StatusCode.INTERNAL
+        assert f"the model knows no next token: broken at position {position}" in message
+    assert (await beside).token_ids == expected_tokens(PROMPT[3:], 30)
+    answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    assert answer.token_ids == expected_tokens(PROMPT, 4)
+    assert (await mesh.status(decode)).peers[0].state == "ready"
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
 

@@ -11,7 +11,7 @@ import numpy as np
 import scheduler_core
 from cache_runtime.scheduler_bridge import pool_to_cache_groups
 from model_runtime.executor import ModelExecutor
-from model_runtime.sampler import SampledToken, SamplingParams
+from model_runtime.sampler import BrokenLogits, SampledToken, SamplingParams
 
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
@@ -32,6 +32,8 @@ class FusedRun:
         )
         self._scheduler = scheduler_core.Scheduler(self._config)
         self.tokens: dict[str, list[SampledToken]] = {}
+        # Requests that ended because their logits said nothing, and why.
+        self.broken: dict[str, str] = {}
         self.hit_tokens: dict[str, int] = {}
         self.num_mixed_batches = 0
         self.num_holes = 0
@@ -52,10 +54,13 @@ class FusedRun:
         return self.finish(prompts)
 
     def finish(self, prompts: Iterable[str]) -> dict[str, list[int]]:
-        """Steps until all of these have their tokens."""
-        while any(len(self.tokens[request_id]) < self._num_tokens for request_id in prompts):
+        """Steps until all of these have their tokens, or know no further one."""
+        while any(self._is_running(request_id) for request_id in prompts):
             self.step()
         return {request_id: [token.token_id for token in self.tokens[request_id]] for request_id in prompts}
+
+    def _is_running(self, request_id: str) -> bool:
+        return request_id not in self.broken and len(self.tokens[request_id]) < self._num_tokens
 
     def start(
         self,
@@ -112,8 +117,12 @@ class FusedRun:
         self._executor.zero_blocks(plan)
         self.num_holes += sum(int((table == 0).sum()) for table in plan.block_tables)
         sampled = self._executor.execute(plan, self._params)
-        events: list[scheduler_core.ResultEvent | scheduler_core.FinishEvent] = []
+        events: list[scheduler_core.Event] = []
         for request_id, token in zip(plan.request_ids, sampled, strict=True):
+            if isinstance(token, BrokenLogits):
+                self.broken[request_id] = token.reason
+                events.append(scheduler_core.AbortEvent(request_id))
+                continue
             events.append(scheduler_core.ResultEvent(request_id, [] if token is None else [token.token_id]))
             if token is not None:
                 self.tokens[request_id].append(token)

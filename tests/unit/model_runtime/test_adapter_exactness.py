@@ -299,3 +299,31 @@ def test_a_model_without_adapters_is_made_of_plain_layers_and_a_batch_without_an
 def test_an_adapter_that_is_not_loaded_is_refused_before_anything_is_computed(llama: Adapted) -> None:
     with pytest.raises(ValueError, match='adapter "green" is not loaded'):
         generate(executor(llama), {"green 1": random_prompt(5, 5, 131)})
+
+
+def test_an_adapter_under_which_the_model_breaks_down_ends_its_own_requests_and_changes_no_bit_of_others(
+    llama: Adapted, tmp_path: Path
+) -> None:
+    def overflow(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.fill_(1e30)
+
+    folder = write_adapter(tmp_path / "loud", llama.references[""], TARGETS["llama"], change=overflow)
+    adapters = (*llama.adapters, open_adapter("loud", folder, llama.checkpoint.source))
+    sound = llama.prompts()
+    loud = {f"loud {num_tokens}": random_prompt(num_tokens, num_tokens, 131) for num_tokens in (4, 2 * GRAIN + 2)}
+    # They are in the batches of all others, and what they computed is in the blocks that others get behind them.
+    mixed = {**{name: loud[name] for name in ("loud 4",)}, **sound, **{name: loud[name] for name in ("loud 18",)}}
+
+    def run_all(ranks: RankGroup | None) -> FusedRun:
+        run = FusedRun(executor(llama, adapters=adapters, ranks=ranks), token_budget=GRAIN + 1)
+        names = {request_id: adapter_of(request_id) for request_id in mixed if adapter_of(request_id)}
+        run.generate(mixed, NUM_TOKENS, SamplingParams(num_logprobs=3), adapters=names)
+        run.assert_all_blocks_return()
+        return run
+
+    expected = generate(executor(llama), sound)
+    for run in (run_all(None), *run_ranks(2, run_all)):
+        assert run.broken.keys() == loud.keys()
+        assert all("have the maximum nan" in reason for reason in run.broken.values())
+        assert {request_id: run.tokens[request_id] for request_id in sound} == expected

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from model_runtime.request_text import RequestText
-from model_runtime.sampler import LogitsError, SampledToken, SamplingParams, adjusted, sample, uniform
+from model_runtime.sampler import (
+    BrokenLogits,
+    LogitsError,
+    SampledToken,
+    SamplingParams,
+    adjusted,
+    sample,
+    sample_row,
+    score,
+    uniform,
+)
 
 
 def row(*probabilities: float) -> np.ndarray:
@@ -133,6 +143,19 @@ def test_equal_logprobs_are_listed_by_id() -> None:
 def test_broken_logits_are_an_error_instead_of_a_token(bad: float) -> None:
     with pytest.raises(LogitsError, match="position 3"):
         sample(np.array([0.0, bad, 1.0], np.float32), SamplingParams(), 3)
+    outcome = sample_row(np.array([0.0, bad, 1.0], np.float32), SamplingParams(), 3)
+    assert isinstance(outcome, BrokenLogits)
+    assert outcome.reason == f"logits at position 3 have the maximum {bad} at token 1"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_broken_logits_have_no_log_probabilities_whatever_may_be_sampled(bad: float) -> None:
+    logits, allowed = np.array([0.0, bad, 1.0], np.float32), np.array([True, False, True])
+    assert sample(logits, SamplingParams(allowed=allowed), 3).token_id == 2
+    with pytest.raises(LogitsError, match="no log-probabilities"):
+        sample(logits, SamplingParams(allowed=allowed, num_logprobs=1), 3)
+    with pytest.raises(LogitsError, match="no log-probabilities"):
+        score(logits, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from node_runtime.engine.messages import (
     TokenGenerated,
     Update,
 )
-from node_runtime.errors import InternalError, InvalidRequest
+from node_runtime.errors import InternalError, InvalidRequest, NoUsableLogits
 from scheduler_core import (
     AbortEvent,
     GrantedEvent,
@@ -60,7 +60,14 @@ class Bench:
         )
 
     def submit(
-        self, request_id: str, prompt: list[int], max_tokens: int = 4, *, is_declared: bool = True, **stop: object
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        is_declared: bool = True,
+        seed: int = 0,
+        **stop: object,
     ) -> None:
         """With `is_declared` False the scheduler does not know how long the completion may get."""
         updates = self.updates.setdefault(request_id, [])
@@ -68,7 +75,7 @@ class Bench:
         self.loop.post(
             SubmitRequest(
                 spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=max_new_tokens),
-                sampling=SamplingParams(),
+                sampling=SamplingParams(seed=seed),
                 stop=None if self.role is Role.PREFILL else StopRule(max_new_tokens=max_tokens, **stop),
                 sink=updates.append,
             )
@@ -227,6 +234,61 @@ def test_a_fault_after_some_layers_publishes_nothing() -> None:
     assert isinstance(admitted, RequestAdmitted)
     assert admitted.device_hit_tokens == 0
     assert bench.tokens("b") == expected_tokens(PROMPT, 4)
+
+
+@pytest.mark.parametrize("role", [Role.FUSED, Role.DECODE])
+def test_logits_that_say_nothing_end_their_own_request_and_no_other_of_the_pass(role: Role) -> None:
+    bench = Bench(role)
+    prompts = {f"r{index}": [*PROMPT, index] for index in range(4)}
+    for request_id, prompt in prompts.items():
+        bench.submit(request_id, prompt, max_tokens=6, seed=7 if request_id == "r1" else 0)
+    bench.executor.broken_logits.add((7, len(PROMPT) + 1 + 3))
+    num_rows: list[int] = []
+    bench.executor.before_pass = lambda plan: num_rows.append(plan.num_rows)
+    if role is Role.DECODE:
+        bench.run_with_peers(prompts)
+    else:
+        bench.run()
+    assert len(bench.tokens("r1")) == 3
+    failed = bench.updates["r1"][-1]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, NoUsableLogits)
+    assert failed.error.message == "the model knows no next token: broken at position 14"
+    for request_id in ("r0", "r2", "r3"):
+        assert bench.tokens(request_id) == expected_tokens(prompts[request_id], 6)
+    assert max(num_rows) == 4
+    assert bench.fatal == []
+    bench.assert_empty()
+
+
+def test_a_prompt_whose_logits_say_nothing_leaves_no_prefix_of_its_last_chunk() -> None:
+    bench = Bench(Role.FUSED)
+    bench.executor.broken_logits.add((7, len(PROMPT)))
+    bench.submit("a", PROMPT, seed=7)
+    bench.run()
+    assert bench.kinds("a") == [RequestAdmitted, RequestFailed]
+    bench.submit("b", PROMPT)
+    bench.run()
+    admitted = bench.updates["b"][0]
+    assert isinstance(admitted, RequestAdmitted)
+    assert admitted.device_hit_tokens == 0
+    assert bench.tokens("b") == expected_tokens(PROMPT, 4)
+    bench.assert_empty()
+
+
+def test_a_prefill_node_keeps_the_blocks_of_a_prompt_without_a_token_until_its_peer_is_quiet() -> None:
+    bench = Bench(Role.PREFILL)
+    bench.executor.broken_logits.add((7, len(PROMPT)))
+    bench.submit("a", PROMPT, seed=7)
+    bench.submit("b", PROMPT[:3])
+    bench.run()
+    assert bench.kinds("a") == [RequestAdmitted, RequestFailed]
+    assert bench.kinds("b") == [RequestAdmitted, TokenGenerated, HandoverOffered]
+    bench.loop.post(PostEvents(events=(GrantedEvent("b"), HandedOverEvent("b"))))
+    bench.run()
+    assert bench.loop.snapshot.active_lcm_blocks > 0
+    bench.loop.post(PostEvents(events=(AbortEvent("a"), QuiescedEvent("a"))))
+    bench.assert_empty()
 
 
 def test_a_fault_while_zeroing_fails_the_plan_before_any_grant_is_told() -> None:

@@ -65,6 +65,7 @@ class TwoRanks:
         self.following_scheduler = cast(Scheduler, following.scheduler)
         self.leading_scheduler = cast(Scheduler, leading.scheduler)
         self.executor = FollowingFake(cast(FakeExecutor, following.executor))
+        self.leading_executor = cast(FakeExecutor, leading.executor)
         ours, theirs = socket.socketpair()
         self.link = RankLink(ours, "tensor rank 1")
         self._follower_link = RankLink(theirs, "tensor rank 0")
@@ -85,13 +86,19 @@ class TwoRanks:
         self._thread.start()
 
     def submit(
-        self, request_id: str, num_tokens: int = 4, *, prompt: list[int] = PROMPT, adapter: str | None = None
+        self,
+        request_id: str,
+        num_tokens: int = 4,
+        *,
+        prompt: list[int] = PROMPT,
+        adapter: str | None = None,
+        seed: int = 0,
     ) -> None:
         updates = self.updates.setdefault(request_id, [])
         self.loop.post(
             SubmitRequest(
                 spec=RequestSpec(request_id=request_id, tokens=prompt, max_new_tokens=num_tokens),
-                sampling=SamplingParams(),
+                sampling=SamplingParams(seed=seed),
                 stop=StopRule(max_new_tokens=num_tokens),
                 sink=updates.append,
                 adapter=adapter,
@@ -216,6 +223,23 @@ def test_a_failed_pass_ends_the_engine_instead_of_a_request(monkeypatch: pytest.
         ranks.submit("a")
         with pytest.raises(EngineBroken, match="a forward pass failed on one rank: no memory"):
             ranks.loop.run_until_idle()
+
+
+def test_logits_that_say_nothing_end_their_request_on_every_rank_and_the_engine_goes_on() -> None:
+    with two_ranks() as ranks:
+        ranks.leading_executor.broken_logits = {(7, len(PROMPT)), (8, len(PROMPT) + 2)}
+        ranks.submit("at once", seed=7)
+        ranks.submit("later", seed=8)
+        ranks.submit("sound", 6, prompt=PROMPT[:3])
+        ranks.loop.run_until_idle()
+        assert [isinstance(ranks.updates[name][-1], RequestFailed) for name in ("at once", "later")] == [True, True]
+        tokens = [update.token.token_id for update in ranks.updates["sound"] if isinstance(update, TokenGenerated)]
+        assert tokens == expected_tokens(PROMPT[:3], 6)
+        assert ranks.scheduler.clear_cache()
+    assert not ranks.errors
+    assert ranks.following_scheduler.describe() == ranks.leading_scheduler.describe()
+    capacity = ranks.following_scheduler.capacity()
+    assert capacity.empty_lcm_blocks == capacity.total_lcm_blocks
 
 
 def test_frames_of_any_size_arrive_whole_and_a_silent_rank_is_not_waited_for() -> None:
