@@ -37,6 +37,8 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# How long tasks that the node leaves behind may take to end.
+_LAST_TASKS_S = 2.0
 
 _log = logging.getLogger("pdmesh.lifecycle")
 
@@ -150,10 +152,14 @@ def announce_ready(*, role: str, node_id: str, address: str, http_address: str =
 
 
 def run_node(main: Coroutine[object, object, int]) -> NoReturn:
-    """Runs the composition root of a node and leaves the process with the status it returns."""
+    """Runs the composition root of a node and leaves the process with the status it returns. What it leaves running is
+    cancelled, and has little time to end.
+    """
     exit_code = EXIT_FAILURE
+    # It is not closed: that would wait for tasks which ignore that they were cancelled, and for threads.
+    runner = asyncio.Runner()
     try:
-        exit_code = asyncio.run(main)
+        exit_code = runner.run(_with_all_ended(main))
     except NodeError as error:
         _log.error("cannot run: %s", error)
     except KeyboardInterrupt:
@@ -161,6 +167,19 @@ def run_node(main: Coroutine[object, object, int]) -> NoReturn:
     except BaseException:
         _log.exception("the node failed")
     exit_process(exit_code)
+
+
+async def _with_all_ended(main: Coroutine[object, object, int]) -> int:
+    """What `main` returns or raises, once the other tasks have ended or had their time."""
+    try:
+        return await main
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            for task in (await asyncio.wait(others, timeout=_LAST_TASKS_S))[1]:
+                _log.error("left behind, though it was cancelled: %r", task)
 
 
 def exit_process(exit_code: int) -> NoReturn:

@@ -42,6 +42,9 @@ _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
 _ABOUT_THE_NODE = ("/pdmesh.v1.Node/", "/pdmesh.v1.Traces/")
 _ENGINE_PROTOCOL = f"/{ENGINE_PROTOCOL}/"
 
+# How long a call that was cut off may take to end.
+_CUT_OFF_S = 3.0
+
 _log = logging.getLogger("pdmesh.rpc")
 
 
@@ -131,7 +134,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
             self._evicted |= late
             for task in late:
                 task.cancel()
-            await asyncio.wait(late, timeout=1.0)
+            _, deaf = await asyncio.wait(late, timeout=_CUT_OFF_S)
+            if deaf:
+                _log.error("%s go on though they were cut off", self._describe_running())
         waited_s = time.monotonic() - began_s
         _log.info("drained in %.1f s: %d of %d calls finished", waited_s, num_calls - len(late), num_calls)
 

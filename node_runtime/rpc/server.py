@@ -6,6 +6,7 @@ every handler. Lives on one event loop.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -30,6 +31,8 @@ ServicerT = TypeVar("ServicerT")
 ResultT = TypeVar("ResultT")
 
 _FAREWELL_S = 0.2
+# gRPC waits for calls of its own accord.
+_STOP_BOUND_S = 2.0
 
 _log = logging.getLogger("pdmesh.rpc")
 
@@ -180,12 +183,22 @@ class RpcServer:
             await self._health.shut_down()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones finish for `grace_s`, then ends them with UNAVAILABLE. Idempotent."""
+        """Refuses new calls, lets running ones finish for `grace_s`, then ends them with UNAVAILABLE. Calls that go on
+        nevertheless are left behind after some seconds. Idempotent.
+        """
         await self.begin_drain()
         server, self._server = self._server, None
         if server is None:
             return
         await self._guard.drain(grace_s)
+        stopping = asyncio.create_task(self._stop_listening(server), name="server stop")
+        if not (await asyncio.wait({stopping}, timeout=_STOP_BOUND_S))[0]:
+            num_left = self.num_running_calls
+            _log.error("the server is left with %d calls: it has not stopped within %g s", num_left, _STOP_BOUND_S)
+            return
+        await stopping
+
+    async def _stop_listening(self, server: grpc.aio.Server) -> None:
         # No call of ours is left; those who watch the health get the time to hear of it.
         await server.stop(grace=_FAREWELL_S)
         if self._health_server is not None:

@@ -21,6 +21,13 @@ NODE = """
 import asyncio, atexit, sys
 from node_runtime.lifecycle import StopRequest, announce_ready, run_node, run_until_stopped, setup_logging
 
+async def ignore_the_end():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            continue
+
 async def start():
     {start}
     announce_ready(role="decode", node_id="decode-1", address="127.0.0.1:5")
@@ -72,6 +79,18 @@ def test_one_signal_stops_a_node_gracefully_and_without_interpreter_tear_down(nu
         assert out.split() == ["stopping", "stopped"]
         assert process.returncode == 0
         assert f"stopping: {number.name} received" in err
+
+
+def test_a_task_that_ignores_its_end_keeps_no_process_alive_and_is_named() -> None:
+    start = "global left; left = asyncio.create_task(ignore_the_end())"
+    with running_node(start=start) as process:
+        assert line_from(process) == "started"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert out.split() == ["stopping", "stopped"]
+        assert process.returncode == 0
+        assert "ERROR decode-1 [- -] pdmesh.lifecycle: left behind, though it was cancelled: <Task" in err
+        assert "ignore_the_end" in err
 
 
 def test_a_second_signal_leaves_at_once() -> None:

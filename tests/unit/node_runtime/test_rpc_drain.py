@@ -203,6 +203,53 @@ async def test_the_log_tells_what_a_drain_waited_for_and_what_became_of_it(caplo
     assert ": 0 of 2 calls finished" in caplog.text
 
 
+async def test_a_call_that_ignores_its_end_does_not_keep_the_node_from_stopping(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node_runtime.rpc.calls._CUT_OFF_S", 0.1)
+    may_end = asyncio.Event()
+
+    async def deaf(request: decode_pb2.DecodeRequest, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        yield tokens(1)
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async with serving(decode=ScriptedDecode(deaf)) as probe:
+        running = generate(probe, 60)
+        assert await anext(running) == tokens(1)
+        stopping = asyncio.create_task(probe.server.stop(0))
+        done, _ = await asyncio.wait({stopping}, timeout=20)
+        may_end.set()
+        assert done
+        await stopping
+    assert "1 pdmesh.v1.Decode/Generate go on though they were cut off" in caplog.text
+
+
+async def test_a_server_that_does_not_come_to_an_end_is_left_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node_runtime.rpc.server._STOP_BOUND_S", 0.1)
+    async with serving() as probe:
+        server = probe.server._server
+        assert server is not None
+        stop, may_end = server.stop, asyncio.Event()
+
+        async def wait_for_ever(grace: float | None) -> None:
+            await may_end.wait()
+            await stop(grace)
+
+        monkeypatch.setattr(server, "stop", wait_for_ever)
+        stopping = asyncio.create_task(probe.server.stop(0))
+        done, _ = await asyncio.wait({stopping}, timeout=20)
+        may_end.set()
+        assert done
+        await stopping
+    assert "the server is left with 0 calls: it has not stopped within 0.1 s" in caplog.text
+
+
 async def test_calls_that_outlive_the_grace_period_end_in_unavailable() -> None:
     async with serving(decode=ScriptedDecode(one_response_then_never)) as probe:
         running = generate(probe, 60)
