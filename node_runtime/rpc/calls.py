@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Generic, NoReturn, TypeVar, cast
 
 import grpc
@@ -42,8 +43,9 @@ _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
 _ABOUT_THE_NODE = ("/pdmesh.v1.Node/", "/pdmesh.v1.Traces/")
 _ENGINE_PROTOCOL = f"/{ENGINE_PROTOCOL}/"
 
-# How long a call that was cut off may take to end.
+# How long a call that was cut off may take to end, and the first message of one to be on its way.
 _CUT_OFF_S = 3.0
+_FIRST_WRITE_S = 2.0
 
 _log = logging.getLogger("pdmesh.rpc")
 
@@ -333,9 +335,27 @@ class _GuardedHandler(Generic[RequestT, ResponseT]):
 async def _write_all(
     generator: AsyncGenerator[ResponseT, None], transport: grpc.aio.ServicerContext[bytes, ResponseT]
 ) -> None:
+    write: Callable[[ResponseT], Awaitable[None]] = partial(_write_first, transport)
     async with aclosing(generator) as responses:
         async for response in responses:
             try:
-                await transport.write(response)
+                await write(response)
             except grpc.aio.InternalError:
                 raise RequestCancelled("the caller is gone") from None
+            write = transport.write
+
+
+async def _write_first(transport: grpc.aio.ServicerContext[bytes, ResponseT], response: ResponseT) -> None:
+    """Finished even if the call is cut off meanwhile, and then told as any end is.
+
+    To gRPC the metadata of a call are unsent until its first write is over. It would send them once more with the
+    status of a call that ends before that, fail at it, and leave the caller without a status.
+    """
+    writing = asyncio.ensure_future(transport.write(response))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        # Not for ever: the caller may read nothing.
+        await asyncio.wait({writing}, timeout=_FIRST_WRITE_S)
+        writing.cancel()
+        raise

@@ -7,8 +7,10 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import grpc
 import pytest
-from pdmesh.v1 import decode_pb2, handoff_pb2, mesh_pb2, prefill_pb2
+from pdmesh.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, mesh_pb2, prefill_pb2
+from support.fake_mesh import until
 
 from node_runtime import errors
 from node_runtime.config import NodeConfig
@@ -248,6 +250,41 @@ async def test_a_server_that_does_not_come_to_an_end_is_left_behind(
         assert done
         await stopping
     assert "the server is left with 0 calls: it has not stopped within 0.1 s" in caplog.text
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_call_that_is_cut_off_in_the_middle_of_a_message_still_hears_why(
+    num_before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A message that the caller is slow to take is under way for as long as the test likes."""
+    begun = asyncio.Event()
+
+    async def body(request: decode_pb2.DecodeRequest, context: RpcContext) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        for number in range(num_before):
+            yield tokens(number)
+        begun.set()
+        yield tokens(*range(100_000))
+        await asyncio.Event().wait()
+
+    small_window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
+    async with (
+        serving(decode=ScriptedDecode(body)) as probe,
+        grpc.aio.insecure_channel(probe.address, options=small_window) as channel,
+    ):
+        call = decode_pb2_grpc.DecodeStub(channel).Generate(decode_pb2.DecodeRequest(), timeout=60)
+        for number in range(num_before):
+            assert await call.read() == tokens(number)
+        await begun.wait()
+        stopping = asyncio.create_task(probe.server.stop(0))
+        await until(lambda: "were cut off" in caplog.text, "the call is cut off")
+        response = await call.read()
+        assert len(response.tokens.tokens) == 100_000
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "node probe stopped before the call was done"
+        assert dict(caught.value.trailing_metadata() or ())["pdmesh-draining"] == "probe"
+        await stopping
 
 
 async def test_calls_that_outlive_the_grace_period_end_in_unavailable() -> None:
