@@ -104,6 +104,10 @@ class RequestMeasurement:
         """The request is over; `error_type` is empty when it succeeded."""
         labels = {**self._labels, span_names.ERROR_TYPE: error_type} if error_type else self._labels
         instruments = self._instruments
+        if error_type:
+            # What it had got by then: a finish, which would tell, never came to some or all of its samples.
+            num_tokens = sum(sample.num_tokens for sample in self._progress.values())
+            self._span.set(span_names.GEN_AI_USAGE_OUTPUT_TOKENS, num_tokens)
         instruments.duration.record(instruments.clock.now_s() - self._began_at_s, labels)
         for sample in self._progress.values():
             if sample.num_tokens > 1:

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pdmesh.v1 import decode_pb2, inference_pb2, mesh_pb2
+from support.fake_mesh import until
 from support.prometheus import scrape
 from unit.router_node.fakes import (
     EOS,
@@ -356,6 +357,21 @@ async def test_client_and_trace_are_told_the_same_time_to_the_first_token(
     root = _spans_by_name(exporter)["text_completion tiny"]
     assert root.attributes is not None
     assert root.attributes["pdmesh.time_to_first_token_ms"] == min(told_ms)
+
+
+async def test_the_trace_of_a_request_that_was_cancelled_counts_the_tokens_that_it_had(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    decode.script = [tokens_event("ab"), tokens_event("c"), Hang()]
+    telemetry, exporter = _recording()
+    router = await start_router(prefill, decode, telemetry=telemetry, served_model_name="tiny")
+    call = router.stub.Generate(inference_pb2.GenerateRequest(text="hi"), timeout=20)
+    assert [(await call.read()).WhichOneof("event") for _ in range(3)] == ["placement", "delta", "delta"]
+    call.cancel()
+    await until(lambda: "text_completion tiny" in _spans_by_name(exporter), "the span of the request has ended")
+    root = _spans_by_name(exporter)["text_completion tiny"]
+    assert root.attributes is not None
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
 
 
 async def test_every_request_is_measured_by_its_outcome(
