@@ -104,7 +104,9 @@ def parse_config_file(path: Path) -> dict[str, object]:
     """The top-level keys of the file, with `-` and `_` the same, and their values. Raises BadConfig."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BadConfig(f"config file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise BadConfig(f"config file {path}: {error}") from error
     try:
         content = _parse(text, path.suffix)

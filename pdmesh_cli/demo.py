@@ -24,7 +24,7 @@ from pdmesh_cli.client_types import Delta, Finish
 from pdmesh_cli.demo_requests import CHAT_REQUESTS, COMPLETION_REQUESTS, DemoRequest
 from pdmesh_cli.generate import stream_answer
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
-from pdmesh_cli.report import counted, num_cached_tokens, request_report, summary_table
+from pdmesh_cli.report import counted, num_cached_tokens, print_report, summary_table
 from pdmesh_cli.text_output import WrappedText
 from pdmesh_cli.up import RunningMesh, UpOptions, cancelled_by_signals, provide_model, running_mesh
 from pdmesh_cli.waterfall import Waterfall
@@ -115,7 +115,7 @@ async def _answer(client: AsyncPdmeshClient, request: DemoRequest, running: Runn
         # Also when it is interrupted: what is said next begins on a line of its own.
         output.finish()
     console.print()
-    console.print(request_report(answer.placement, answer.finish))
+    print_report(answer.placement, answer.finish, console)
     if trace_id := answer.placement.trace_id:
         required = _EXPECTED_SPANS if answer.placement.prefill_node else _EXPECTED_SPANS[:2]
         spans = await running.traces.wait_for_trace(trace_id, required_names=required, timeout_s=_TRACE_WAIT_S)

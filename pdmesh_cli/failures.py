@@ -40,17 +40,17 @@ def reported_failures(*, quote_logs: bool = False, asks_router: bool = True) -> 
     except PortTaken as error:
         _fail(err, f"{error}; choose another with {error.option}, or 0 for a free one", EXIT_FAILURE)
     except (ModelFetchError, PdmeshError, NodeError) as error:
-        _fail(err, _with_advice(error) if asks_router else error, EXIT_FAILURE)
+        _fail(err, with_advice(str(error)) if asks_router else error, EXIT_FAILURE)
     except (KeyboardInterrupt, asyncio.CancelledError):
         err.print("interrupted")
         sys.exit(128 + signal.SIGINT)
 
 
-def _with_advice(error: Exception) -> str:
-    """The message, and what to do next where that is known."""
-    if isinstance(error, PdmeshError) and error.message.startswith("cannot connect to "):
-        return f"{error}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
-    return str(error)
+def with_advice(failure: str) -> str:
+    """What a router that was asked could not do, as the user reads it, and what to do next where that is known."""
+    if failure.startswith("UNAVAILABLE: cannot connect to "):
+        return f"{failure}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
+    return failure
 
 
 def _fail(err: Console, error: Exception | str, exit_code: int) -> NoReturn:

@@ -25,7 +25,7 @@ from pdmesh_cli.client_types import (
     Token,
 )
 from pdmesh_cli.identity import Identity
-from pdmesh_cli.report import request_report
+from pdmesh_cli.report import print_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +161,7 @@ async def run_generate(
     _print_logprobs(prompt_tokens, "prompt", err)
     if options.num_logprobs is not None:
         _print_logprobs(tokens, "token", err)
-    # Only a person at a terminal is served by lines that are broken to its width.
-    err.print(request_report(answer.placement, answer.finish), soft_wrap=not err.is_terminal)
+    print_report(answer.placement, answer.finish, err)
 
 
 def end_line(out: Console) -> None:
@@ -189,7 +188,7 @@ def _print_sample(completion: Completion, options: GenerateOptions, out: Console
     _print_logprobs(completion.prompt_tokens, "prompt", err)
     if options.num_logprobs is not None:
         _print_logprobs(completion.tokens, "token", err)
-    err.print(request_report(completion.placement, completion.finish), soft_wrap=not err.is_terminal)
+    print_report(completion.placement, completion.finish, err)
 
 
 def _print_logprobs(tokens: Sequence[Token], word: str, err: Console) -> None:

@@ -5,6 +5,10 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+
 import typer
 
 from pdmesh_cli.lazy_commands import CommandEntry, add_commands
@@ -134,10 +138,23 @@ def print_version() -> None:
     typer.echo(f"pdmesh {version('pdmesh')}")
 
 
+# What is wrong with the file or the disk that output goes to, and not with this program.
+_CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+
 def main() -> None:
     """Entry point of the `pdmesh` command."""
     die_with_parent()
-    app(prog_name="pdmesh")
+    try:
+        app(prog_name="pdmesh")
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        where = "the output" if error.filename is None else error.filename
+        print(f"pdmesh: cannot write {where}: {error.strerror}", file=sys.stderr)
+        # Without the interpreter's own end, which would try to write the rest once more.
+        sys.stderr.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -96,8 +97,22 @@ def describe_handoff(timings: Timings) -> str:
     )
 
 
-def request_report(placement: Placement, finish: Finish) -> Text:
-    """A few labelled lines about one finished request."""
+def print_report(placement: Placement, finish: Finish, console: Console) -> None:
+    """A few labelled lines about one finished request. At a terminal a long one goes on below its beginning."""
+    rows = report_rows(placement, finish)
+    if console.is_terminal:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        for label, text in rows:
+            table.add_row(label, Text(text))
+        console.print(table)
+    else:
+        for label, text in rows:
+            console.print(Text(f"{label:<9}{text}"), soft_wrap=True)
+
+
+def report_rows(placement: Placement, finish: Finish) -> list[tuple[str, str]]:
+    """Labels of at most seven characters, and what there is to say."""
     usage = finish.usage
     tokens = f"{usage.prompt_tokens:,} prompt, {usage.completion_tokens:,} completion ({describe_finish(finish)})"
     rows = [
@@ -109,8 +124,7 @@ def request_report(placement: Placement, finish: Finish) -> Text:
     ]
     if placement.prefill_node:
         rows.append(("handoff", describe_handoff(finish.timings)))
-    lines = (Text.assemble((f"{label:<9}", "bold"), text) for label, text in rows)
-    return Text("\n").join(lines)
+    return rows
 
 
 def _moves(finish: Finish) -> list[tuple[str, str]]:

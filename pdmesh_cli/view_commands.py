@@ -11,7 +11,7 @@ from rich.console import Console
 
 from node_runtime.errors import BadConfig
 from pdmesh_cli.defaults import DEFAULT_ROUTER
-from pdmesh_cli.failures import EXIT_FAILURE, reported_failures
+from pdmesh_cli.failures import EXIT_FAILURE, reported_failures, with_advice
 from pdmesh_cli.options import Router, TlsCa, TlsCert, TlsKey, TlsServerName, TokenFile
 from pdmesh_cli.terminal import document_console
 
@@ -47,7 +47,11 @@ def status(
             asyncio.run(run_watch(node or [router], Console(), timeout_s=timeout_s, identity=identity))
         reports = asyncio.run(ask_mesh(node or [router], timeout_s=timeout_s, identity=identity))
     print_status(reports, document_console())
-    errors = [report.error for report in reports if report.error]
+    errors = [
+        with_advice(report.error) if report.address == router and not node else report.error
+        for report in reports
+        if report.error
+    ]
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     for error in errors:
         err.print(f"pdmesh: {error}", style="red", markup=False)

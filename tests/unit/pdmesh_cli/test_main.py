@@ -159,6 +159,21 @@ async def test_status_shows_the_node_and_that_its_peer_does_not_answer(router: t
     assert result.exit_code == 1
 
 
+async def test_a_full_disk_is_named_in_one_line(router: tuple[EchoRouter, str]) -> None:
+    _, address = router
+    command = (sys.executable, "-m", "pdmesh_cli.main", "generate", "Hello", "--router", address)
+    with Path("/dev/full").open("w") as full:
+        result = await asyncio.to_thread(subprocess.run, command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.decode() == "pdmesh: cannot write the output: No space left on device\n"
+
+
+def test_status_says_how_to_get_a_router() -> None:
+    result = _run("status", "--router", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "Connection refused; start a mesh with `pdmesh up`" in result.stderr
+
+
 def test_generate_names_a_router_that_is_not_there() -> None:
     result = _run("generate", "x", "--router", "127.0.0.1:1")
     assert result.exit_code == 1

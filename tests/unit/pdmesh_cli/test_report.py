@@ -31,6 +31,13 @@ _FINISH = Finish(
 _PLACEMENT = Placement(request_id="r", decode_node="decode-0", prefill_node="prefill-0", trace_id="")
 
 
+def _report(placement: Placement, finish: Finish, *, width: int = 100, is_terminal: bool = False) -> str:
+    console = Console(width=width, color_system=None, force_terminal=is_terminal)
+    with console.capture() as capture:
+        report.print_report(placement, finish, console)
+    return capture.get()
+
+
 def _text(renderable: RenderableType) -> str:
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
@@ -39,7 +46,7 @@ def _text(renderable: RenderableType) -> str:
 
 
 def test_a_disaggregated_request_tells_place_tokens_cache_speed_and_handoff() -> None:
-    lines = _text(report.request_report(_PLACEMENT, _FINISH)).splitlines()
+    lines = _report(_PLACEMENT, _FINISH, width=40).splitlines()
     assert lines == [
         "ran      prefill on prefill-0, decode on decode-0",
         "tokens   400 prompt, 21 completion (stopped by token 2)",
@@ -49,14 +56,20 @@ def test_a_disaggregated_request_tells_place_tokens_cache_speed_and_handoff() ->
     ]
 
 
+def test_at_a_terminal_a_long_line_goes_on_below_its_beginning() -> None:
+    lines = _report(_PLACEMENT, _FINISH, width=50, is_terminal=True).splitlines()
+    assert [line[:9].strip() for line in lines] == ["ran", "tokens", "", "cached", "", "speed", "", "handoff", "", ""]
+    assert all(len(line.rstrip()) <= 50 for line in lines)
+
+
 def test_a_request_of_one_node_has_no_handoff() -> None:
-    text = _text(report.request_report(dataclasses.replace(_PLACEMENT, prefill_node=""), _FINISH))
+    text = _report(dataclasses.replace(_PLACEMENT, prefill_node=""), _FINISH)
     assert "prefill and decode on decode-0" in text
     assert "handoff" not in text
 
 
 def test_a_request_that_did_not_stay_where_it_was_placed_says_so() -> None:
-    lines = _text(report.request_report(_PLACEMENT, dataclasses.replace(_FINISH, num_replacements=2))).splitlines()
+    lines = _report(_PLACEMENT, dataclasses.replace(_FINISH, num_replacements=2)).splitlines()
     assert lines[0] == "began    prefill on prefill-0, decode on decode-0"
     assert lines[1] == "moved    2 times, because a node had failed or refused it"
 
