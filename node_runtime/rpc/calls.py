@@ -208,7 +208,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     limit_s = self._default_deadline_s if limit_s is None else limit_s
                     return await self._run_bounded(lambda: body(call), method, limit_s)
                 except NodeError as error:
-                    _log.info("%s ended in %s: %s", method, status_of(error).name, error)
+                    _log.log(_log_level(method, error), "%s ended in %s: %s", method, status_of(error).name, error)
                     raise
         finally:
             self._running.pop(task, None)
@@ -250,6 +250,12 @@ def _is_about_the_node(method: str) -> bool:
     if method.startswith(_ENGINE_PROTOCOL):
         return method != f"{_ENGINE_PROTOCOL}Generate"
     return method.startswith(_ABOUT_THE_NODE)
+
+
+def _log_level(method: str, error: NodeError) -> int:
+    """Who follows a node asks for a few minutes, and then again: that such a stream ends is no news."""
+    is_planned = method.startswith(_ABOUT_THE_NODE) and isinstance(error, DeadlineExceeded | RequestCancelled)
+    return logging.DEBUG if is_planned else logging.INFO
 
 
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:

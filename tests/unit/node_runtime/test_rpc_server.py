@@ -399,3 +399,16 @@ async def test_a_refused_connection_is_unavailable_at_once_and_names_the_address
             )
         assert caught.value.address == address
         await channel.close()
+
+
+async def test_the_end_of_the_time_that_a_node_is_followed_for_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pdmesh.rpc")
+    async with serving(decode=ScriptedDecode(one_response_then_never)) as probe:
+        following = probe.channel.server_stream(probe.node.Follow, mesh_pb2.FollowRequest(), timeout_s=0.2)
+        with pytest.raises(errors.DeadlineExceeded):
+            await collect(following)
+        with pytest.raises(errors.DeadlineExceeded):
+            await collect(generate(probe, timeout_s=0.2))
+        while "Decode/Generate ended in DEADLINE_EXCEEDED" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert "Follow" not in caplog.text
