@@ -64,10 +64,19 @@ def _pdmesh_error(error: NodeError, message: str) -> PdmeshError:
 def _unavailable(error: PeerUnavailable) -> str:
     """Tells a router that cannot be dialled from one that passes on what befell its nodes."""
     if error.reason.startswith(CANNOT_CONNECT):
-        return f"cannot connect to {error.address}: {error.reason.removeprefix(CANNOT_CONNECT)}"
+        return f"cannot connect to {error.address}: {_why_not_connected(error.reason.removeprefix(CANNOT_CONNECT))}"
     if error.reason.startswith(_CONNECTION_LOST):
         return f"the connection to {error.address} was lost: {error.reason}"
     return error.reason
+
+
+def _why_not_connected(cause: str) -> str:
+    """gRPC says of some mistakes what its parser met, and of a handshake that failed with whoever speaks no TLS: OK."""
+    if "Trying to connect an http1.x server" in cause:
+        return "an HTTP server answers there, no gRPC server"
+    if cause == "OK" or "handshake" in cause.lower():
+        return "the TLS handshake failed"
+    return cause
 
 
 class AsyncPdmeshClient:

@@ -54,6 +54,8 @@ _Role = Annotated[
 def config_type_of(role: str) -> type[NodeConfig]:
     """Raises BadConfig for a role that does not exist."""
     config_type = ROLE_CONFIGS.get(role)
+    if not role:
+        raise BadConfig(f"role: required, one of {', '.join(ROLE_CONFIGS)}: --role decode")
     if config_type is None:
         raise BadConfig(f"role: expected one of {', '.join(ROLE_CONFIGS)}, got {role!r}")
     return config_type

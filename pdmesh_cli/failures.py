@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final, NoReturn
 
 from rich.console import Console
@@ -14,11 +15,20 @@ from rich.console import Console
 from node_runtime.errors import BadConfig, NodeError
 from pdmesh_cli.child import ChildError
 from pdmesh_cli.client_types import PdmeshError
+from pdmesh_cli.defaults import DEFAULT_ROUTER_PORT
 from pdmesh_cli.model_fetch import ModelFetchError
 from pdmesh_cli.ports import PortTaken
 
 EXIT_FAILURE: Final = 1
 EXIT_BAD_USAGE: Final = 2
+
+_ADVICE_BY_CAUSE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "no gRPC server": f"the other port of a router is meant, {DEFAULT_ROUTER_PORT} by default",
+        "the TLS handshake failed": "--tls-ca is for routers with certificates, and names who has signed them",
+        "Socket closed": "a router with certificates is called with --tls-ca",
+    }
+)
 
 
 @contextmanager
@@ -48,9 +58,12 @@ def reported_failures(*, quote_logs: bool = False, asks_router: bool = True) -> 
 
 def with_advice(failure: str) -> str:
     """What a router that was asked could not do, as the user reads it, and what to do next where that is known."""
-    if failure.startswith("UNAVAILABLE: cannot connect to "):
-        return f"{failure}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
-    return failure
+    if not failure.startswith("UNAVAILABLE: cannot connect to "):
+        return failure
+    for cause, advice in _ADVICE_BY_CAUSE.items():
+        if failure.endswith(cause):
+            return f"{failure}; {advice}"
+    return f"{failure}; start a mesh with `pdmesh up`, or name its router with --router or PDMESH_ROUTER"
 
 
 def _fail(err: Console, error: Exception | str, exit_code: int) -> NoReturn:

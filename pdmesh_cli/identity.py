@@ -53,7 +53,11 @@ def identity_of(
         raise BadConfig("tls_ca: required with the other options of TLS")
     if (tls_cert is None) != (tls_key is None):
         raise BadConfig("tls_cert, tls_key: go together")
-    tls = None if tls_ca is None else TlsFiles(authority=tls_ca, certificate=tls_cert, key=tls_key)
+    tls = None
+    if tls_ca is not None:
+        tls = TlsFiles(authority=tls_ca, certificate=tls_cert, key=tls_key)
+        # Whether they can be read, before anything is asked.
+        TlsTransport(tls, server_name=tls_server_name)
     return Identity(token=_token(token_file), tls=tls, server_name=tls_server_name or None)
 
 

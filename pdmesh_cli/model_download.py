@@ -66,9 +66,18 @@ def download_model(url: str, *, sha256: str, target: Path, progress: Callable[[i
                     f"{without_credentials(url)} has sha256 {found}, expected {wanted}; nothing was kept"
                 )
             partial.replace(target)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise ModelFetchError(f"{without_credentials(url)}: {without_credentials(str(error))}") from error
+    except (OSError, ValueError) as error:
+        raise ModelFetchError(f"{without_credentials(url)}: {without_credentials(_reason(error))}") from error
     return True
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """What went wrong, without the names of classes and numbers that Python puts around it."""
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+        return _reason(error.reason)
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, urllib.error.HTTPError):
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _download(url: str, sink: BinaryIO, progress: Callable[[int], None]) -> str:

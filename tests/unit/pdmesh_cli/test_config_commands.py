@@ -98,7 +98,7 @@ def test_what_is_shown_is_a_configuration_file_again(tmp_path: Path, decode_file
     [
         (("--role", "decode", "--memroy", "1GiB"), "--memroy"),
         (("--role", "decode"), "model: required"),
-        ((), "role: expected one of"),
+        ((), "role: required, one of router, prefill, decode, fused: --role decode"),
         (("--role", "decode", "--model", "m", "--port", "70000"), "got 70000 (from --port)"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from pdmesh.v1 import inference_pb2, inference_pb2_grpc, mesh_pb2, mesh_pb2_grpc
+from support.certificates import make_tls_files
 from typer.testing import CliRunner, Result
 
 from node_runtime.config import NodeConfig
@@ -166,6 +167,37 @@ async def test_a_full_disk_is_named_in_one_line(router: tuple[EchoRouter, str]) 
         result = await asyncio.to_thread(subprocess.run, command, stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert result.returncode == 1
     assert result.stderr.decode() == "pdmesh: cannot write the output: No space left on device\n"
+
+
+async def test_the_port_of_an_http_server_is_not_taken_for_a_router() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    result = await asyncio.to_thread(_run, "generate", "x", "--router", f"127.0.0.1:{port}")
+    server.close()
+    assert result.stderr == (
+        f"pdmesh: UNAVAILABLE: cannot connect to 127.0.0.1:{port}: an HTTP server answers there, no gRPC server; "
+        "the other port of a router is meant, 7700 by default\n"
+    )
+
+
+async def test_an_authority_is_not_shown_to_a_router_without_certificates(
+    router: tuple[EchoRouter, str], tmp_path: Path
+) -> None:
+    files = make_tls_files(tmp_path)
+    trusting = ("generate", "x", "--router", router[1], "--tls-ca", str(files.authority))
+    result = await asyncio.to_thread(_run, *trusting)
+    assert result.exit_code == 1
+    assert "the TLS handshake failed; --tls-ca is for routers with certificates" in result.stderr
+    result = _run("generate", "x", "--router", router[1], "--tls-ca", str(tmp_path / "none.crt"))
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"pdmesh: tls: cannot read {tmp_path / 'none.crt'}: No such file or directory\n",
+    )
 
 
 def test_status_says_how_to_get_a_router() -> None:

@@ -84,6 +84,11 @@ def test_a_file_that_is_not_the_one_wanted_is_not_kept(
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_server_that_is_not_there_is_told_in_plain_words(tmp_path: Path) -> None:
+    result = _fetch("http://127.0.0.1:1/m", _SHA256, tmp_path / "m")
+    assert (result.exit_code, result.stderr) == (1, "pdmesh: http://127.0.0.1:1/m: Connection refused\n")
+
+
 def test_other_places_than_web_servers_are_refused_without_showing_a_password(tmp_path: Path) -> None:
     result = _fetch("ftp://user:hunter2@host/m", _SHA256, tmp_path / "m")
     assert result.exit_code == 1
