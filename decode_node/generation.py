@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
@@ -33,6 +33,10 @@ from scheduler_core import AbortEvent, RequestSpec
 if TYPE_CHECKING:
     from model_runtime.sampler import SampledToken
     from model_runtime.text.grammar import TokenMatcher
+
+
+# Of a client that reads slowly: with all their log-probabilities these stay well below the size of a message.
+_MAX_BATCH_TOKENS: Final = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +115,8 @@ class Generation:
     async def batches(
         self, *, at_least_every_s: float | None = None
     ) -> AsyncIterator[tuple[tuple[SampledToken, ...], GenerationEnded | None]]:
-        """What has been generated since the last batch; the last one comes with the end. Raises NodeError.
+        """What has been generated since the last batch, as far as a message takes it; the last one comes with the end.
+        Raises NodeError.
 
         A batch is empty when nothing was generated for `at_least_every_s`.
         """
@@ -123,7 +128,7 @@ class Generation:
             except TimeoutError:
                 yield (), None
                 continue
-            while not self._updates.empty():
+            while len(updates) < _MAX_BATCH_TOKENS and not self._updates.empty():
                 updates.append(self._updates.get_nowait())
             tokens = []
             for update in updates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import re
 import zipfile
 from collections.abc import AsyncIterator
 from functools import partial
@@ -98,6 +99,23 @@ async def test_streamed_or_not_it_gives_the_tokens_and_counts_of_our_own_protoco
             assert [list(item.token_ids) for item in complete.output_logprobs.top_logprobs] == [
                 [pair.token_id for pair in token.top_logprobs] for token in own.tokens
             ]
+    await fused.assert_all_blocks_return()
+
+
+async def test_an_answer_that_fits_no_message_is_refused_whole_and_comes_streamed(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode_node.generation._MAX_BATCH_TOKENS", 8)
+    fused = await mesh.fused(config={**SMG, "max_message_bytes": 4096})
+    client = EngineClient(fused.address)
+    sampling = {"max_new_tokens": 100, "ignore_eos": True}
+    asked = {"return_logprob": True, "top_logprobs_num": 20}
+    code, message = await client.refusal(PROMPT, sampling, **asked)
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert re.search(r"message larger than max \(\d+ vs\. 4096\)", message)
+    answer = await client.generate(PROMPT, sampling, stream=True, **asked)
+    assert len(answer.token_ids) == len(answer.logprobs) == 100
+    await client.close()
     await fused.assert_all_blocks_return()
 
 

@@ -127,3 +127,13 @@ def test_aborting_is_told_to_the_engine_once_and_never_after_the_end(engine: Inb
     other_engine.tell(token(1), ENDED)
     ended.abort()
     assert other_engine.num_aborts() == 0
+
+
+async def test_what_a_slow_reader_is_behind_with_comes_in_batches_that_fit_a_message(
+    engine: InboxOnly, generation: Generation
+) -> None:
+    engine.tell(*(token(number) for number in range(1000)), ENDED)
+    batches = await collect(generation)
+    assert [number for numbers, _ in batches for number in numbers] == list(range(1000))
+    assert max(len(numbers) for numbers, _ in batches) == 256
+    assert [is_last for _, is_last in batches] == [False] * (len(batches) - 1) + [True]
