@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Final
 
 MAX_KEYS_PER_CHANGE: Final = 8192
-_MAX_REMEMBERED_KEYS: Final = 65_536
+# Further behind than so many the whole set is told, which is a copy, where the changes are merged key by key.
+_MAX_REMEMBERED_KEYS: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

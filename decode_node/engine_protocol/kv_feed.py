@@ -1,8 +1,8 @@
 """What a node tells subscribers about the prefixes in its cache, with their tokens: numbered batches of events.
 
 Pure bookkeeping, without I/O and clock. It knows no subscriber: each of them keeps a number and asks what came behind
-it. However slow they are, they cost no memory, because who asks for more than is remembered gets the whole state. Lives
-on the event loop.
+it. However slow they are, they cost no memory, because who asks for more than is remembered gets the whole state; but
+that is kept as it was until they have heard all of it. Lives on the event loop.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 
 from scheduler_core import PrefixCleared, PrefixEvent, PrefixRemoved, PrefixStored
 
-# What keeps a message well below the size that gRPC clients accept by default.
-_MAX_BATCH_TOKENS: Final = 65_536
+# What keeps a message well below the size that gRPC clients accept by default, and the event loop free between two.
+_MAX_BATCH_TOKENS: Final = 16_384
 _MAX_REMEMBERED_TOKENS: Final = 4_194_304
 # Numbers of a process begin at a multiple of this, so that a state has room for its parts below them.
 SEQUENCE_STEP: Final = 1 << 32
@@ -88,10 +88,13 @@ class KvFeed:
             self._num_remembered_tokens -= _cost_tokens(self._log.popleft().events)
 
     def batches_since(self, sequence: int) -> Iterator[KvBatch]:
-        """What a subscriber lacks that has everything up to `sequence`, 0 for nothing; all as it is at this moment."""
+        """What a subscriber lacks that has everything up to `sequence`, 0 for nothing; all as it is at this moment.
+
+        A batch may be made when it is asked for: whoever lets others run in between holds nobody up.
+        """
         num_behind = self._sequence - sequence
         if 0 <= num_behind <= len(self._log):
-            return iter(tuple(islice(self._log, len(self._log) - num_behind, None)))
+            return reversed(tuple(islice(reversed(self._log), num_behind)))
         return self._snapshot()
 
     def batches_resumed_from(self, sequence: int) -> Iterator[KvBatch]:
@@ -102,21 +105,33 @@ class KvFeed:
 
     def _snapshot(self) -> Iterator[KvBatch]:
         """The last part has the number of the state, those before it the numbers before."""
-        parts = tuple(_parts(tuple(_parents_first(self._grains)))) or ((),)
-        first = self._sequence - len(parts) + 1
+        grains = dict(self._grains)
+        grains_per_part = _grains_per_part(grains)
+        num_parts = max(1, -(-len(grains) // grains_per_part))
+        first = self._sequence - num_parts + 1
         oldest = self._sequence - len(self._log)
         numbers = self._part_numbers.union(range(first, self._sequence))
         self._part_numbers = frozenset(number for number in numbers if number >= oldest)
-        batches = tuple(
-            KvBatch(
-                sequence=first + index,
-                unix_s=self._changed_unix_s,
-                events=part,
-                part=SnapshotPart(index=index, num_parts=len(parts), num_grains=len(self._grains)),
-            )
-            for index, part in enumerate(parts)
+        return _state_in_parts(grains, grains_per_part, range(first, first + num_parts), self._changed_unix_s)
+
+
+def _state_in_parts(
+    grains: dict[int, PrefixStored], grains_per_part: int, numbers: range, unix_s: float
+) -> Iterator[KvBatch]:
+    ordered = _parents_first(grains)
+    for index, number in enumerate(numbers):
+        yield KvBatch(
+            sequence=number,
+            unix_s=unix_s,
+            events=tuple(islice(ordered, grains_per_part)),
+            part=SnapshotPart(index=index, num_parts=len(numbers), num_grains=len(grains)),
         )
-        return iter(batches)
+
+
+def _grains_per_part(grains: dict[int, PrefixStored]) -> int:
+    """All grains of a process have the same number of tokens."""
+    cost = max((_cost_tokens((grain,)) for grain in islice(grains.values(), 1)), default=1)
+    return max(1, _MAX_BATCH_TOKENS // cost)
 
 
 def _parents_first(grains: dict[int, PrefixStored]) -> Iterator[PrefixStored]:

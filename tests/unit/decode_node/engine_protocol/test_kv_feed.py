@@ -112,8 +112,46 @@ def test_a_large_state_comes_in_parts_that_each_fit_a_message() -> None:
     assert len(parts) > 1
     assert [part.sequence for part in parts] == list(range(feed.sequence - len(parts) + 1, feed.sequence + 1))
     assert [part.part.index for part in parts if part.part is not None] == list(range(len(parts)))
-    assert all(sum(grain for _ in part.events) <= 65_536 for part in parts)
+    assert all(sum(grain for _ in part.events) <= 16_384 for part in parts)
     assert len(known_to(parts, {})) == 40
+
+
+def test_a_large_state_is_made_part_by_part_and_what_happens_meanwhile_comes_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed = KvFeed(first_sequence=SEQUENCE_STEP)
+    grain = 4096
+    group = full_group(block_granularity=grain)
+    cache = Cache(feed, prefix_granularity=grain, num_lcm_blocks=48, token_budget=grain, cache_groups=[group])
+    cache.serve(range(40 * grain + 1))
+    made: list[int] = []
+
+    def note(**fields: object) -> KvBatch:
+        batch = KvBatch(**fields)  # type: ignore[arg-type]
+        made.append(batch.sequence)
+        return batch
+
+    monkeypatch.setattr("decode_node.engine_protocol.kv_feed.KvBatch", note)
+    state, heard = feed.batches_since(0), dict[int, list[int]]()
+    sequence = feed.sequence
+    assert made == []
+    for num_parts, part in enumerate(state, start=1):
+        assert len(made) == num_parts
+        assert part.part is not None
+        assert part.part.num_grains == 40
+        heard = known_to([part], heard)
+        sequence = part.sequence
+        # Of the grains of the state some go, and others come.
+        monkeypatch.undo()
+        for begin in range(4):
+            cache.serve(range(num_parts * 100 + begin, num_parts * 100 + begin + 4 * grain + 1))
+        monkeypatch.setattr("decode_node.engine_protocol.kv_feed.KvBatch", note)
+    assert len(heard) == 40
+    assert num_parts > 5
+    monkeypatch.undo()
+    whole = known_to(feed.batches_since(sequence), heard)
+    assert whole == known_to(feed.batches_since(0), {})
+    assert len(whole) == feed.num_grains
 
 
 def test_who_lost_the_stream_in_the_middle_of_a_state_gets_it_whole() -> None:
