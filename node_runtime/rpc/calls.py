@@ -253,9 +253,9 @@ def _is_about_the_node(method: str) -> bool:
 
 
 def _log_level(method: str, error: NodeError) -> int:
-    """Who follows a node asks for a few minutes, and then again: that such a stream ends is no news."""
-    is_planned = method.startswith(_ABOUT_THE_NODE) and isinstance(error, DeadlineExceeded | RequestCancelled)
-    return logging.DEBUG if is_planned else logging.INFO
+    """No news: who follows a node asks for a few minutes and then again; who looks up what is not there, or not yet."""
+    is_planned = isinstance(error, DeadlineExceeded | RequestCancelled) or status_of(error) is grpc.StatusCode.NOT_FOUND
+    return logging.DEBUG if _is_about_the_node(method) and is_planned else logging.INFO
 
 
 async def _refuse(transport: grpc.aio.ServicerContext[bytes, ResponseT], error: NodeError) -> NoReturn:

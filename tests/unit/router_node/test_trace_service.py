@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import grpc
@@ -137,12 +138,18 @@ async def test_a_follower_does_not_keep_a_router_from_leaving(
         await heard
 
 
-async def test_what_is_not_held_is_named(keeper: RunningRouter) -> None:
+async def test_what_is_not_held_is_named_and_the_log_does_not_repeat_it(
+    keeper: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     assert await refusal_of(keeper, "nobody") == (
         "NOT_FOUND",
         'id: no trace or request "nobody" is held; only the newest are kept',
     )
     assert await refusal_of(keeper, "") == ("INVALID_ARGUMENT", "id: 0 bytes given, [1, 128] required")
+    assert [record.getMessage().split(": ")[0] for record in caplog.records if "ended in" in record.getMessage()] == [
+        "/pdmesh.v1.Traces/GetTrace ended in INVALID_ARGUMENT"
+    ]
 
 
 async def test_a_router_that_keeps_no_traces_says_how_it_would(
