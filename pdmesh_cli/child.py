@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from node_runtime.lifecycle import READY_FILE_VARIABLE
+from pdmesh_cli.logs import last_complaint
 from pdmesh_cli.parent_death import PARENT_PID_VARIABLE
 
 _POLL_INTERVAL_S = 0.05
@@ -160,9 +161,10 @@ class Child:
         return exit_code
 
     async def failure(self) -> ChildError:
-        """The error that says how this child ended."""
-        exit_code = await self.wait()
-        return ChildError(self.name, describe_exit(exit_code), self.last_lines)
+        """The error that says how this child ended, and of what it complained last."""
+        reason = describe_exit(await self.wait())
+        complaint = last_complaint(self.last_lines)
+        return ChildError(self.name, f"{reason}: {complaint}" if complaint else reason, self.last_lines)
 
     async def stop(self, grace_s: float) -> int:
         """Asks it to stop, kills it after `grace_s`; returns the exit status."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -23,6 +24,20 @@ _NAME_WIDTH = 10
 _RECORD = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z ([A-Z]+) \S+ \[(\S+) \S+\] \S+: (.*)", re.DOTALL)
 _LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _REQUEST_ID_LENGTH = 8
+_COMPLAINTS = ("ERROR", "CRITICAL")
+# Records are single lines: what ends one inside of them is escaped.
+_LINE_END = "\\n"
+_TRACEBACK = ": Traceback (most recent call last):" + _LINE_END
+
+
+def last_complaint(lines: Sequence[str]) -> str:
+    """The message of the last error that a node logged, of one with a traceback its end; empty where there is none."""
+    for line in reversed(lines):
+        record = _RECORD.fullmatch(line)
+        if record is not None and record.group(2) in _COMPLAINTS:
+            message, *rest = record.group(4).split(_TRACEBACK)
+            return f"{message}: {rest[0].removesuffix(_LINE_END).rsplit(_LINE_END, 1)[-1]}" if rest else message
+    return ""
 
 
 def style_of(name: str) -> str:

@@ -69,6 +69,26 @@ async def test_a_child_that_ends_before_it_is_ready_is_named_with_its_last_words
     assert failure.value.last_lines == ("no such model",)
 
 
+async def test_what_a_child_complained_of_last_is_said_with_its_end(tmp_path: Path) -> None:
+    script = (
+        "import logging\n"
+        "from node_runtime.log_context import setup_logging\n"
+        "setup_logging('prefill-0')\n"
+        "logging.getLogger('a').error('an earlier one')\n"
+        "try: open('/no/such/file')\n"
+        "except OSError: logging.getLogger('b').exception('cannot start')\n"
+        "logging.getLogger('c').info('stopped')\n"
+        "raise SystemExit(1)"
+    )
+    child = await _start(script, tmp_path, Lines())
+    with pytest.raises(ChildError) as failure:
+        await child.wait_ready(timeout_s=30)
+    assert str(failure.value) == (
+        "prefill-0 exited with code 1: cannot start: FileNotFoundError: [Errno 2] No such file or directory: "
+        "'/no/such/file'"
+    )
+
+
 async def test_a_child_that_never_announces_itself_is_given_up(tmp_path: Path) -> None:
     child = await _start("import signal; signal.pause()", tmp_path, Lines())
     with pytest.raises(ChildError, match="prefill-0 was not ready after 0 s"):
