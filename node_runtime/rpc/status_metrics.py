@@ -18,7 +18,7 @@ from pdmesh.v1 import mesh_pb2
 from node_runtime.rpc.metrics import Labels, Metrics
 
 INTERVAL_S: Final = 1.0
-_PEER_STATES: Final = ("ready", "connecting", "suspect")
+_PEER_STATES: Final = ("ready", "connecting", "suspect", "draining")
 _ARENA_STATES: Final = ("empty", "active", "cached", "quarantined")
 
 _log = logging.getLogger("pdmesh.telemetry")

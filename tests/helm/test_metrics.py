@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.documented_metrics import documented_metrics
 from support.helm_chart import (
     CHART,
     Manifest,
@@ -25,7 +26,6 @@ from support.helm_chart import (
 )
 
 promql_parser = module_or_skip("promql_parser")
-_OPERATIONS = CHART.parents[1] / "docs" / "OPERATIONS.md"
 _LABELS = {"release": "prometheus"}
 _ALL_ON = {
     "metrics": {
@@ -34,24 +34,11 @@ _ALL_ON = {
         "dashboard": {"enabled": True},
     }
 }
-_HISTOGRAM_SUFFIXES = ("_bucket", "_count", "_sum")
 
 
-def _documented_names() -> set[str]:
+def _documented_names() -> frozenset[str]:
     """As Prometheus spells them: the table of docs/OPERATIONS.md."""
-    text = _OPERATIONS.read_text(encoding="utf-8")
-    section = text.split("## Metrics\n")[1].split("\n## ")[0]
-    names = set()
-    for row in re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE):
-        for name in re.findall(r"`([\w.]+)`", row[0]):
-            full = name.replace(".", "_")
-            if "histogram, s" in row[1]:
-                names |= {f"{full}_seconds{suffix}" for suffix in _HISTOGRAM_SUFFIXES}
-            elif "counter" in row[1]:
-                names.add(f"{full}_bytes_total" if "bytes" in row[1] else f"{full}_total")
-            else:
-                names.add(full)
-    return names
+    return frozenset[str]().union(*(metric.prometheus_names for metric in documented_metrics()))
 
 
 def _rules() -> list[Manifest]:

@@ -96,7 +96,13 @@ class FakeMesh:
         self._num_requests = 0
 
     async def prefill(
-        self, *, port: int = 0, config: dict[str, object] | None = None, clock: Clock | None = None, **core: object
+        self,
+        *,
+        port: int = 0,
+        config: dict[str, object] | None = None,
+        clock: Clock | None = None,
+        telemetry: Telemetry | None = None,
+        **core: object,
     ) -> FakeNode:
         made = self._make_core(Role.PREFILL, fabric=self.fabric, **core)
         settings = PrefillNodeConfig(model="fake", port=port, drain_grace_s=5.0, **(config or {}))
@@ -104,7 +110,7 @@ class FakeMesh:
         node = PrefillNode(
             settings,
             made,
-            telemetry=Telemetry.off(),
+            telemetry=telemetry or Telemetry.off(),
             on_fatal=fatal.append,
             on_drain=self.drains.append,
             clock=clock,
@@ -113,7 +119,11 @@ class FakeMesh:
         return await self._started(FakeNode(node, made, fatal))
 
     async def decode(
-        self, *prefill: FakeNode | str, config: dict[str, object] | None = None, **core: object
+        self,
+        *prefill: FakeNode | str,
+        config: dict[str, object] | None = None,
+        telemetry: Telemetry | None = None,
+        **core: object,
     ) -> FakeNode:
         made = self._make_core(Role.DECODE, fabric=self.fabric, **core)
         addresses = [item if isinstance(item, str) else item.address for item in prefill]
@@ -125,7 +135,7 @@ class FakeMesh:
         node = DecodeNode(
             settings,
             made,
-            telemetry=Telemetry.off(),
+            telemetry=telemetry or Telemetry.off(),
             on_fatal=fatal.append,
             on_drain=self.drains.append,
             peer_notice_bound_s=0.0,
@@ -133,13 +143,15 @@ class FakeMesh:
         )
         return await self._started(FakeNode(node, made, fatal))
 
-    async def fused(self, *, config: dict[str, object] | None = None, **core: object) -> FakeNode:
+    async def fused(
+        self, *, config: dict[str, object] | None = None, telemetry: Telemetry | None = None, **core: object
+    ) -> FakeNode:
         made = self._make_core(Role.FUSED, **core)
         fatal: list[BaseException] = []
         node = DecodeNode(
             FusedNodeConfig(model="fake", **{"drain_grace_s": 5.0, **(config or {})}),
             made,
-            telemetry=Telemetry.off(),
+            telemetry=telemetry or Telemetry.off(),
             on_fatal=fatal.append,
             on_drain=self.drains.append,
         )

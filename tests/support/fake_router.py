@@ -36,7 +36,13 @@ class FakeRouter:
     """`async with FakeRouter(prefill=..., decode=...) as router`."""
 
     def __init__(
-        self, *, prefill: list[FakeNode], decode: list[FakeNode], vocab_size: int = VOCAB_SIZE, **settings: object
+        self,
+        *,
+        prefill: list[FakeNode],
+        decode: list[FakeNode],
+        vocab_size: int = VOCAB_SIZE,
+        telemetry: Telemetry | None = None,
+        **settings: object,
     ) -> None:
         addresses = {"prefill": [node.address for node in prefill], "decode": [node.address for node in decode]}
         # Tests count on turns, whatever is cached where.
@@ -50,7 +56,7 @@ class FakeRouter:
         self.router = Router(
             RouterConfig.model_validate(values),
             make_tokenizer(vocab_size=vocab_size, context_tokens=256),
-            telemetry=Telemetry.off(),
+            telemetry=telemetry or Telemetry.off(),
             on_fatal=pytest.fail,
             on_drain=pytest.fail,
         )

@@ -97,7 +97,7 @@ async def test_the_status_of_a_node_is_read_while_it_runs() -> None:
         serving=True,
         num_running_requests=3,
         arena=mesh_pb2.ArenaStatus(total_lcm_blocks=10, empty_lcm_blocks=6, cached_lcm_blocks=4),
-        peers=[mesh_pb2.PeerStatus(state="ready"), mesh_pb2.PeerStatus(state="ready")],
+        peers=[mesh_pb2.PeerStatus(state=state) for state in ("ready", "ready", "draining")],
         num_steps=7,
     )
 
@@ -117,6 +117,7 @@ async def test_the_status_of_a_node_is_read_while_it_runs() -> None:
     assert samples['pdmesh_arena_blocks{state="quarantined"}'] == 0
     assert samples['pdmesh_peers{state="ready"}'] == 2
     assert samples['pdmesh_peers{state="suspect"}'] == 0
+    assert samples['pdmesh_peers{state="draining"}'] == 1
     assert samples["pdmesh_steps_total"] == 7
 
 
