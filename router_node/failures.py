@@ -33,12 +33,14 @@ class FailureKind(Enum):
     FINAL = "final"
 
 
+_DATA_LOSS = "DATA_LOSS"
+_UNAVAILABLE = "UNAVAILABLE"
 _KIND_BY_STATUS: Mapping[str, FailureKind] = MappingProxyType(
     {
-        "UNAVAILABLE": FailureKind.BROKEN,
+        _UNAVAILABLE: FailureKind.BROKEN,
         # No node of ours says so: gRPC does, of some connections that broke.
         "UNKNOWN": FailureKind.BROKEN,
-        "DATA_LOSS": FailureKind.BROKEN,
+        _DATA_LOSS: FailureKind.BROKEN,
         # Our own caller's cancellation comes as an exception of another kind: here a node gave up that was stopped.
         "CANCELLED": FailureKind.BROKEN,
         "RESOURCE_EXHAUSTED": FailureKind.REFUSED,
@@ -75,7 +77,9 @@ def failure_of(error: NodeError, choice: PlacementChoice, *, is_first: bool) -> 
         # The nodes have not yet noticed that the attempt before this one is over.
         kind = FailureKind.BROKEN
     reason = error.reason if isinstance(error, PeerUnavailable) else error.message
-    named = RemoteError(status, f"{choice}: {reason}")
+    # A client who is told of nothing but this has cancelled nothing, and chosen no name that was taken.
+    told = _UNAVAILABLE if kind is FailureKind.BROKEN and status != _DATA_LOSS else status
+    named = RemoteError(told, f"{choice}: {reason}")
     named.retry_after_s = error.retry_after_s
     culprit = choice.decode
     if isinstance(error, PrefillFailed) and choice.prefill is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from fuzz.fuzzed_mesh import all_methods, documented_statuses
 
 from node_runtime.errors import (
     DeadlineExceeded,
@@ -17,6 +18,7 @@ from node_runtime.errors import (
     RemoteError,
     RequestCancelled,
 )
+from node_runtime.rpc import status_of
 from router_node.failures import AttemptFailure, FailureKind, failure_of, nowhere_to_go
 from router_node.node_pool import ComputeRole, NodeFacts, TokenLimits
 from router_node.placement import NoUsableNode, PlacementChoice
@@ -101,6 +103,25 @@ def test_a_name_that_is_still_live_is_final_for_a_client_and_passes_after_a_fail
     error = RemoteError("ALREADY_EXISTS", "live")
     assert failure_of(error, PAIR, is_first=True).kind is FailureKind.FINAL
     assert failure_of(error, PAIR, is_first=False).kind is FailureKind.BROKEN
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_client_hears_after_the_last_attempt_is_documented_and_says_what_the_client_can_do(
+    is_first: bool,
+) -> None:
+    (generate,) = (method for method in all_methods() if method.full_name == "pdmesh.v1.Inference.Generate")
+    heard = {
+        status_of(failure.error)
+        for code in grpc.StatusCode
+        if code is not grpc.StatusCode.OK
+        for failure in [failure_of(RemoteError(code.name, "x"), PAIR, is_first=is_first)]
+        if failure.kind is not FailureKind.FINAL
+    }
+    assert heard <= documented_statuses(generate)
+    # The client has not cancelled, and its name is only taken by what it asked for itself.
+    assert heard == {
+        grpc.StatusCode[name] for name in ("UNAVAILABLE", "DATA_LOSS", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION")
+    }
 
 
 def test_a_hint_when_to_retry_is_kept_and_a_fused_node_can_blame_nobody_else() -> None:
