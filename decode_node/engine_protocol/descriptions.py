@@ -117,6 +117,8 @@ class NodeDescription:
                 "tp_size": config.tensor_parallel,
                 "max_running_requests": config.max_batch_size,
                 "device": info.device,
+                # GetModelInfo has no field for it.
+                "batch_invariant": info.batch_invariant,
             }
         )
 

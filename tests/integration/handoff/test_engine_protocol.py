@@ -258,6 +258,7 @@ async def test_a_node_describes_itself_truly(fused: FakeNode, client: EngineClie
     assert (list(model.architectures), list(model.eos_token_ids)) == (["LlamaForCausalLM"], [END_TOKEN])
     server = await stub.GetServerInfo(tokenspeed_scheduler_pb2.GetServerInfoRequest())
     assert (server.server_args["role"], server.server_args["tp_size"]) == ("fused", 1)
+    assert server.server_args["batch_invariant"] is True
     assert server.active_requests == 0
     await client.generate(PROMPT, {"max_new_tokens": 4})
     await client.generate(PROMPT, {"max_new_tokens": 4})
