@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ class Identity:
     have; None: the host that is dialled.
     """
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     tls: TlsFiles | None = None
     server_name: str | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -62,9 +63,14 @@ async def status_of_call(router: RunningRouter, metadata: tuple[tuple[str, str],
     return "OK", ""
 
 
-async def test_only_known_tokens_are_served(
-    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, tmp_path: Path
+async def test_only_known_tokens_are_served_and_none_is_logged(
+    start_router: StartRouter,
+    prefill: FakeNode,
+    decode: FakeNode,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.DEBUG)
     router = await start_router(prefill, decode, tenants=str(write_tenants(tmp_path / "tenants.yaml")))
     assert await status_of_call(router, bearer("alpha-secret")) == ("OK", "")
     assert await status_of_call(router, (("authorization", "bearer  alpha-secret "),)) == ("OK", "")
@@ -74,6 +80,10 @@ async def test_only_known_tokens_are_served(
         assert "token" in message
         assert "secre" not in message
     assert len(decode.requests) == 2
+    # Nor does one travel on to a node.
+    assert not any("authorization" in metadata for metadata in decode.metadata)
+    assert caplog.records
+    assert "secre" not in caplog.text
 
 
 async def test_tenants_share_no_cache_even_with_the_same_salt(
