@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterable, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 import grpc
@@ -259,6 +259,23 @@ async def test_an_oversized_request_is_resource_exhausted_and_harms_nobody() -> 
         assert caught.value.code_name == "RESOURCE_EXHAUSTED"
         small = generate(probe)
         assert len([response async for response in small]) == 2
+
+
+async def test_headers_have_a_limit_and_what_exceeds_it_harms_nobody() -> None:
+    async with serving(decode=ScriptedDecode(two_responses)) as probe, grpc.aio.insecure_channel(probe.address) as raw:
+        call = raw.unary_stream("/pdmesh.v1.Decode/Generate")
+
+        async def status_with(num_bytes: int) -> grpc.StatusCode:
+            running = call(b"", timeout=10, metadata=(("note", "x" * num_bytes),))
+            with suppress(grpc.aio.AioRpcError):
+                await collect(running)
+            return await running.code()
+
+        # By default gRPC refuses some headers of this size, at random.
+        assert {await status_with(15 * 1024) for _ in range(10)} == {grpc.StatusCode.OK}
+        assert await status_with(64 * 1024) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await status_with(100) is grpc.StatusCode.OK
+        assert len(await collect(generate(probe))) == 2
 
 
 async def test_an_oversized_response_is_resource_exhausted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -174,13 +175,35 @@ async def test_replaced_certificates_are_used_for_new_connections_and_old_calls_
         await pool.close()
 
 
-async def test_half_written_certificates_leave_the_old_ones_in_place(tmp_path: Path) -> None:
+async def test_certificates_that_are_gone_or_half_written_leave_the_old_ones_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     authority = MeshAuthority(tmp_path)
+
+    async def answers(probe: Probe) -> bool:
+        """In a handshake of its own: who is connected notices nothing."""
+        channel = dial(authority, "router", probe.address)
+        outcome = await outcome_of(channel, "GetNodeStatus")
+        await channel.close()
+        return outcome == "OK"
+
     async with secured(authority) as probe:
-        before = dial(authority, "router", probe.address)
-        (tmp_path / "prefill.pem").unlink()
-        assert await outcome_of(before, "GetNodeStatus") == "OK"
-        await before.close()
+        certificate, key = tmp_path / "prefill.pem", tmp_path / "prefill.key"
+        old_key = key.read_bytes()
+        authority.issue("prefill")
+        renewed, new_key = certificate.read_bytes(), key.read_bytes()
+        key.write_bytes(old_key)
+        certificate.unlink()
+        assert await answers(probe)
+        # The last one is whole, and its key is still to come.
+        for content in (b"", renewed[: len(renewed) // 2], renewed):
+            certificate.write_bytes(content)
+            assert await answers(probe)
+        caplog.clear()
+        key.write_bytes(new_key)
+        assert await answers(probe)
+        assert "certificates were read again" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])
