@@ -184,6 +184,25 @@ async def test_with_telemetry_off_there_is_no_trace_and_no_header() -> None:
     telemetry.shutdown()
 
 
+async def test_what_is_sampled_is_a_matter_of_the_environment_and_a_callers_choice_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    header = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-"
+    async with receiving() as (receiver, endpoint):
+        telemetry = Telemetry.setup("s", "n", endpoint)
+        with telemetry.span("left out"), telemetry.span("left out as well"):
+            # Whoever comes next in the trace leaves its part out, too.
+            flags = dict(rpc_metadata())["traceparent"].rpartition("-")[2]
+            assert int(flags, 16) & 1 == 0
+        for flags, name in (("00", "not wanted by the caller"), ("01", "wanted by the caller")):
+            with telemetry.continued((("traceparent", header + flags),)), telemetry.span(name):
+                pass
+        await asyncio.to_thread(telemetry.shutdown)
+    assert set(receiver.spans) == {"wanted by the caller"}
+
+
 async def test_a_node_with_telemetry_off_still_hands_the_callers_trace_on() -> None:
     telemetry = Telemetry.off()
     header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
