@@ -20,6 +20,7 @@ from node_runtime.errors import UnknownModel
 from node_runtime.log_context import bound_request_id
 from node_runtime.request_rules import check_request_id
 from node_runtime.rpc import RpcContext, Span, SpanKind, span_names
+from node_runtime.rpc.telemetry import AttributeValue
 from router_node.live_requests import LiveRequests
 from router_node.placement import NoUsableNode
 from router_node.request_metrics import RequestMetrics
@@ -150,16 +151,9 @@ class InferenceService:
         with self._parts.routing.telemetry.span(span_names.SPAN_TOKENIZE):
             token_ids = await preparer.tokenize(request)
         prepared = preparer.prepare(request, request_id, token_ids, pool.limits(), tenant=tenant, adapter=adapter)
-        sampling = prepared.message.sampling
-        span.set_all(
-            {
-                span_names.GEN_AI_REQUEST_MAX_TOKENS: prepared.message.max_tokens,
-                span_names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
-                # Attributes are signed 64-bit numbers, seeds are not.
-                span_names.GEN_AI_REQUEST_SEED: str(sampling.seed),
-                span_names.GEN_AI_USAGE_INPUT_TOKENS: prepared.prompt_tokens,
-            }
-        )
+        span.set_all(_facts_of(prepared))
+        span.set(span_names.GEN_AI_RESPONSE_ID, request_id)
+        span.set(span_names.GEN_AI_RESPONSE_MODEL, self._parts.model_name if adapter is None else adapter.name)
         return prepared
 
 
@@ -172,6 +166,25 @@ def _adapter_card(name: str, base: inference_pb2.ModelCard) -> inference_pb2.Mod
 def _operation(request: inference_pb2.GenerateRequest) -> str:
     is_chat = request.WhichOneof("prompt") == "chat"
     return span_names.OPERATION_CHAT if is_chat else span_names.OPERATION_TEXT_COMPLETION
+
+
+def _facts_of(prepared: PreparedRequest) -> dict[str, AttributeValue]:
+    """What a request asks for, by the names of the semantic conventions; what it leaves open is left out, and what it
+    quotes, too.
+    """
+    sampling = prepared.message.sampling
+    facts: dict[str, AttributeValue] = {
+        span_names.GEN_AI_REQUEST_MAX_TOKENS: prepared.message.max_tokens,
+        span_names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+        # Attributes are signed 64-bit numbers, seeds are not.
+        span_names.GEN_AI_REQUEST_SEED: str(sampling.seed),
+        span_names.GEN_AI_USAGE_INPUT_TOKENS: prepared.prompt_tokens,
+    }
+    if sampling.HasField("top_k"):
+        facts[span_names.GEN_AI_REQUEST_TOP_K] = sampling.top_k
+    if sampling.HasField("top_p"):
+        facts[span_names.GEN_AI_REQUEST_TOP_P] = sampling.top_p
+    return facts
 
 
 def _record_finishes(span: Span, finishes: Sequence[inference_pb2.Finish]) -> None:
@@ -190,11 +203,10 @@ def _record_finishes(span: Span, finishes: Sequence[inference_pb2.Finish]) -> No
     if num_replacements:
         span.set(span_names.PDMESH_ATTEMPT, num_replacements + 1)
     if any(usage.HasField("cached") for usage in usages):
-        span.set_all(
-            {
-                span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE: sum(usage.cached.prefill_device for usage in usages),
-                span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE: sum(usage.cached.decode_device for usage in usages),
-                span_names.PDMESH_CACHED_TOKENS_HOST: sum(usage.cached.host for usage in usages),
-                span_names.PDMESH_CACHED_TOKENS_STORAGE: sum(usage.cached.storage for usage in usages),
-            }
-        )
+        by_source = {
+            span_names.PDMESH_CACHED_TOKENS_PREFILL_DEVICE: sum(usage.cached.prefill_device for usage in usages),
+            span_names.PDMESH_CACHED_TOKENS_DECODE_DEVICE: sum(usage.cached.decode_device for usage in usages),
+            span_names.PDMESH_CACHED_TOKENS_HOST: sum(usage.cached.host for usage in usages),
+            span_names.PDMESH_CACHED_TOKENS_STORAGE: sum(usage.cached.storage for usage in usages),
+        }
+        span.set_all({**by_source, span_names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: sum(by_source.values())})

@@ -326,7 +326,10 @@ async def test_a_request_is_one_trace_that_the_placement_names_and_the_decode_no
 ) -> None:
     telemetry, exporter = _recording()
     router = await start_router(prefill, decode, telemetry=telemetry, served_model_name="tiny")
-    placement, *_ = await router.generate(text="hi", request_id="mine", max_tokens=5)
+    sampling = inference_pb2.SamplingParams(temperature=0.5, top_k=7, seed=2**64 - 1)
+    placement, *_ = await router.generate(
+        text="hi", request_id="mine", max_tokens=5, sampling=sampling, stop=["x", "y"]
+    )
     spans = _spans_by_name(exporter)
     root = spans["text_completion tiny"]
     assert root.context is not None
@@ -337,10 +340,20 @@ async def test_a_request_is_one_trace_that_the_placement_names_and_the_decode_no
     attributes = dict(root.attributes or {})
     assert attributes["pdmesh.request_id"] == "mine"
     assert attributes["pdmesh.decode_node"] == "decode-1"
-    assert attributes["gen_ai.request.max_tokens"] == 5
+    asked = {name: value for name, value in attributes.items() if name.startswith("gen_ai.request.")}
+    assert asked == {
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.seed": str(2**64 - 1),
+    }
+    assert (attributes["gen_ai.response.id"], attributes["gen_ai.response.model"]) == ("mine", "tiny")
+    assert (attributes["gen_ai.provider.name"], attributes["gen_ai.operation.name"]) == ("pdmesh", "text_completion")
     assert attributes["gen_ai.usage.output_tokens"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["pdmesh.cached_tokens.prefill_device"] == 1
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 1
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
