@@ -98,6 +98,28 @@ async def test_exact_gemma3_after_prefix_hits_on_either_side(mesh: FakeMesh, ref
     assert cold.finish.timings.transferred_blocks == num_blocks(5 * GRAIN + 2)
 
 
+async def test_exact_gemma3_without_a_prefill_node_and_behind_output_of_another_node(mesh: FakeMesh) -> None:
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(prefill, config={"local_prefill": "fallback"})
+    fused = await mesh.fused()
+    prompt = tiny_gemma3.random_prompt(3 * GRAIN + 3, seed=6)
+    for fields in ({}, {"sampling": inference_pb2.SamplingParams(temperature=1.0, seed=9), "num_logprobs": 2}):
+        whole = await mesh.generate(fused, prompt, max_tokens=NUM_TOKENS, **fields)
+        local = await mesh.generate(decode, prompt, max_tokens=NUM_TOKENS, **fields)
+        assert local.tokens == whole.tokens
+        # The first one within the window of the prompt's end, the other one when the window has left the prompt.
+        for num_before in (1, WINDOW + 2):
+            behind = [*prompt, *whole.token_ids[:num_before]]
+            left = {"max_tokens": NUM_TOKENS - num_before, "num_output_tokens": num_before, **fields}
+            for resumed in (
+                await answer(mesh, decode, prefill, behind, **left),
+                await mesh.generate(decode, behind, **left),
+            ):
+                assert resumed.tokens == whole.tokens[num_before:]
+    for node in (prefill, decode, fused):
+        await node.assert_all_blocks_return()
+
+
 async def test_exact_gemma3_for_many_requests_in_arenas_of_two_sizes(
     mesh: FakeMesh, reference: Gemma3ForCausalLM
 ) -> None:

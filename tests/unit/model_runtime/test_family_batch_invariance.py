@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from unit.model_runtime.fused_run import FusedRun
 from unit.model_runtime.reference_models import random_prompt, save
-from unit.model_runtime.tiny_models import TINY_MODELS
+from unit.model_runtime.tiny_models import EVERY_FAMILY
 
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
 from model_runtime.executor import ModelExecutor
@@ -19,9 +19,9 @@ NUM_TOKENS = 10
 SAMPLING = SamplingParams(num_logprobs=5)
 
 
-@pytest.fixture(scope="module", params=TINY_MODELS)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(save(TINY_MODELS[request.param](), tmp_path_factory.mktemp("model")))
+    return open_checkpoint(save(EVERY_FAMILY[request.param](), tmp_path_factory.mktemp("model")))
 
 
 def make_executor(checkpoint: Checkpoint, num_threads: int = 1) -> ModelExecutor:

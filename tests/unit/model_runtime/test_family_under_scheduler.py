@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 from unit.model_runtime.fused_run import FusedRun
 from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
-from unit.model_runtime.tiny_models import TINY_MODELS
+from unit.model_runtime.tiny_models import EVERY_FAMILY, TINY_MODELS
 
 from cache_runtime.recipes.spec import CacheFamily
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
@@ -58,11 +59,13 @@ class Pair:
         return any(group.family is CacheFamily.STATE for group in self.executor().plan.groups)
 
 
+def make_pair(reference: PreTrainedModel, folder: Path) -> Pair:
+    return Pair(reference=reference, checkpoint=open_checkpoint(save(reference, folder)))
+
+
 @pytest.fixture(scope="module", params=TINY_MODELS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    reference = TINY_MODELS[request.param]()
-    directory = save(reference, tmp_path_factory.mktemp("model"))
-    return Pair(reference=reference, checkpoint=open_checkpoint(directory))
+    return make_pair(TINY_MODELS[request.param](), tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("token_budget", [GRAIN + 1, 24])
@@ -104,8 +107,10 @@ def test_exact_in_an_arena_that_must_evict(pair: Pair) -> None:
     run.assert_all_blocks_return()
 
 
-def test_exact_though_requests_give_way_and_come_back(pair: Pair) -> None:
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_exact_though_requests_give_way_and_come_back(family: str, tmp_path: Path) -> None:
     """In the largest arena that holds three while they are short, and not together once they have grown."""
+    pair = make_pair(EVERY_FAMILY[family](), tmp_path)
     prompts = {f"{index}": pair.prompt(20, seed=index) for index in range(3)}
     sizes = FusedRun(pair.executor())
     for num_lcm_blocks in range(sizes.parents_of(3, 28), sizes.parents_of(1, 68) - 1, -1):
