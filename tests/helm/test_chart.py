@@ -177,6 +177,16 @@ def test_every_other_command_has_the_options_that_it_is_given(shape: str) -> Non
     assert seen == ({"generate", "fetch"} if shape == "everything" else {"generate"})
 
 
+@every_shape
+def test_what_runs_before_a_node_ends_by_itself(shape: str) -> None:
+    specs = [pod_template(workload)["spec"] for workload in _workloads(render(_SHAPES[shape]))]
+    before = [container for spec in specs for container in spec.get("initContainers", ())]
+    # A download, and none that Kubernetes would leave running.
+    assert all(container["args"][0] == "fetch" and "restartPolicy" not in container for container in before)
+    assert bool(before) == (shape == "everything")
+    assert {container["args"][0] for spec in specs for container in spec["containers"]} <= set(ROLE_CONFIGS)
+
+
 def _cpu_source(manifests: list[Manifest], pool: str) -> str:
     """What of its container becomes the threads of a node."""
     (container,) = pod_template(named(manifests, "StatefulSet", f"mesh-pdmesh-{pool}"))["spec"]["containers"]
@@ -325,6 +335,12 @@ def test_the_pool_that_scales_leaves_its_size_to_the_autoscaler() -> None:
     assert "replicas" not in target["spec"]
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (1, 3)
     assert scaler["spec"]["metrics"] == [_CPU_METRIC]
+    # It leaves one node at a time, when it has not been needed for long and the one before it has drained.
+    down = scaler["spec"]["behavior"]["scaleDown"]
+    assert down["stabilizationWindowSeconds"] >= 300
+    (policy,) = down["policies"]
+    assert (policy["type"], policy["value"]) == ("Pods", 1)
+    assert policy["periodSeconds"] >= pod_template(target)["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_only_those_who_must_reach_a_port_do() -> None:
