@@ -16,7 +16,9 @@ def report(num_steps: int, *, incarnation: int = 1) -> NodeReport:
         info=mesh_pb2.NodeInfo(node_id="decode-1", role=mesh_pb2.NODE_ROLE_DECODE, incarnation=incarnation),
         status=mesh_pb2.NodeStatus(
             serving=True,
+            num_waiting_requests=12,
             num_running_requests=3,
+            num_handoffs=7,
             num_steps=num_steps,
             arena=mesh_pb2.ArenaStatus(total_lcm_blocks=100, empty_lcm_blocks=60, active_lcm_blocks=40),
             peers=[mesh_pb2.PeerStatus(node_id="prefill-1", state="ready"), mesh_pb2.PeerStatus(state="suspect")],
@@ -34,8 +36,9 @@ def shown(look: Look, before: Look | None = None, *, width: int = 200) -> str:
 def test_rates_are_those_since_the_last_look() -> None:
     before = Look((report(10),), 100.0)
     text = shown(Look((report(40),), 102.0), before)
-    assert "decode-1" in text
-    assert "15.0" in text
+    header, row, *_ = (line.split() for line in text.splitlines())
+    assert header[:7] == ["node", "role", "state", "waiting", "running", "handoffs", "steps/s"]
+    assert row[:7] == ["decode-1", "decode", "serving", "12", "3", "7", "15.0"]
     assert "40/100" in text
     assert "1 of 2 ready" in text
     assert "suspect" in text

@@ -105,6 +105,8 @@ class FakeNode:
     capacity_tokens: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
+    # What its status tells beside whether it serves.
+    gauges: mesh_pb2.NodeStatus = field(default_factory=mesh_pb2.NodeStatus)
     address: str = ""
     server: grpc.aio.Server | None = None
 
@@ -137,7 +139,9 @@ class FakeNode:
         )
 
     async def GetNodeStatus(self, request: mesh_pb2.GetNodeStatusRequest, context: object) -> mesh_pb2.NodeStatus:
-        return mesh_pb2.NodeStatus(serving=self.serving, draining=self.draining)
+        status = mesh_pb2.NodeStatus(serving=self.serving, draining=self.draining)
+        status.MergeFrom(self.gauges)
+        return status
 
     async def Follow(
         self,

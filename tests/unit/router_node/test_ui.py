@@ -92,6 +92,44 @@ async def test_the_state_tells_of_every_node_and_what_it_does(router: RunningRou
     assert by_role["decode"]["num_running"] == 0
 
 
+def busy(prefill: FakeNode) -> mesh_pb2.NodeStatus:
+    """Of a decode node with a link to `prefill` and an arena of two groups."""
+    groups = [
+        mesh_pb2.GroupStatus(group_id="full", lcm_blocks=30, cached_lcm_blocks=10, taken_blocks=55),
+        mesh_pb2.GroupStatus(group_id="sliding", lcm_blocks=12, cached_lcm_blocks=12, taken_blocks=4),
+    ]
+    return mesh_pb2.NodeStatus(
+        num_waiting_requests=4,
+        num_handoffs=3,
+        arena=mesh_pb2.ArenaStatus(
+            total_lcm_blocks=100,
+            empty_lcm_blocks=57,
+            active_lcm_blocks=20,
+            cached_lcm_blocks=22,
+            quarantined_lcm_blocks=1,
+            groups=groups,
+        ),
+        peers=[mesh_pb2.PeerStatus(address=prefill.address, state="ready", data_plane="shm")],
+    )
+
+
+async def test_the_state_tells_of_queues_handoffs_links_and_each_group_of_an_arena(
+    router: RunningRouter, prefill: FakeNode, decode: FakeNode
+) -> None:
+    decode.gauges = busy(prefill)
+    state = (await get(router, "/ui/state")).json()
+    (shown,) = (node for node in state["nodes"] if node["role"] == "decode")
+    assert (shown["num_waiting"], shown["num_handoffs"]) == (4, 3)
+    arena = shown["arena"]
+    assert [arena[name] for name in ("total", "empty", "active", "cached", "quarantined")] == [100, 57, 20, 22, 1]
+    assert arena["groups"] == [
+        {"group_id": "full", "lcm_blocks": 30, "cached_lcm_blocks": 10, "taken_blocks": 55},
+        {"group_id": "sliding", "lcm_blocks": 12, "cached_lcm_blocks": 12, "taken_blocks": 4},
+    ]
+    (peer,) = shown["peers"]
+    assert (peer["address"], peer["state"], peer["data_plane"]) == (prefill.address, "ready", "shm")
+
+
 async def test_a_node_that_is_gone_is_shown_with_the_reason(router: RunningRouter, decode: FakeNode) -> None:
     await decode.stop()
     state = (await get(router, "/ui/state")).json()
@@ -209,11 +247,16 @@ async def test_a_browser_shows_nodes_requests_and_the_waterfall_of_one(
     router: RunningRouter, prefill: FakeNode, decode: FakeNode, browser_page: Any
 ) -> None:
     page, complaints = browser_page
+    decode.gauges = busy(prefill)
     await send_trace(router)
     await page.goto(f"http://{router.router.http_address}/ui")
     await page.wait_for_selector(".node", timeout=30_000)
     assert sorted(await page.locator(".node b").all_text_contents()) == ["decode-1", "prefill-1"]
     assert await page.locator(".node .good").count() == 2
+    groups = page.locator(".node .group")
+    assert [text.split()[0] for text in await groups.all_inner_texts()] == ["full", "sliding"]
+    assert await groups.last.locator(".bar").get_attribute("title") == "cached 12, empty 88"
+    assert await page.locator("#links text").all_text_contents() == ["shm"]
     await page.locator("#requests .row").click()
     await page.wait_for_selector("#spans .row")
     assert await page.locator("#spans .row").count() == 3
