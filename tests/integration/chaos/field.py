@@ -221,6 +221,8 @@ class Record:
 
     num_answers: int = 0
     errors: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
+    # Of them those of answers that had begun.
+    num_broken: int = 0
     wrong: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
@@ -272,6 +274,11 @@ class Load:
         assert not inexcusable, inexcusable[0]
         assert record.num_answers > 0
 
+    def assert_unbroken(self) -> None:
+        """Whatever had begun was finished; others were told UNAVAILABLE at once."""
+        assert not self.record.num_broken, self.record.errors
+        self.assert_only_excusable()
+
     def assert_flawless(self) -> None:
         """Every request got the whole of the right text."""
         assert not self.record.errors, self.record.errors[0]
@@ -308,6 +315,7 @@ class Load:
                 record.num_answers += 1
             else:
                 record.errors.append(error)
+                record.num_broken += bool(received)
         if error is not None:
             # A router that is down refuses at once: nobody profits from asking it a thousand times a second.
             self._is_over.wait(0.1)

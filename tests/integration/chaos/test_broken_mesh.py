@@ -218,3 +218,18 @@ def test_a_rolling_restart_of_all_compute_nodes_under_load_fails_no_stream(field
     load.assert_flawless()
     # There was something to finish, and it was finished where it ran.
     assert any("calls finished" in node.log_text() for node in old)
+
+
+def test_a_router_that_is_replaced_under_load_breaks_no_stream(field: Field) -> None:
+    old = field.nodes[ROUTER]
+    with Load(field, think_s=THINK_S, seed=12) as load:
+        load.wait_for_tokens(300)
+        old.process.terminate()
+        assert old.process.wait(timeout=60) == 0
+        field.restart(ROUTER)
+        field.wait_until_whole()
+        load.wait_for_tokens(300)
+    load.assert_unbroken()
+    assert "outlived the grace period" not in old.log_text()
+    # There was something to finish.
+    assert "calls finished" in old.log_text()
