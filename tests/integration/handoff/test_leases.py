@@ -273,6 +273,28 @@ async def test_a_prefill_node_that_falls_silent_is_given_up_and_the_blocks_retur
     assert answer.token_ids == expected_tokens(PROMPT, 4)
 
 
+async def test_granted_blocks_are_kept_for_as_long_as_their_plane_says_that_a_write_may_land(mesh: FakeMesh) -> None:
+    """After the same silence as above, over a plane that drains slowly."""
+    prefill = await mesh.prefill()
+    decode = await mesh.decode(config={"handoff_lease_s": 1.0})
+    decode.core.require_data_plane().engine.drain_bound_s = 600.0
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(SilentPrefill(prefill), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        await mesh.error(decode, PROMPT, prefill_address=f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+    engine = decode.node.engine
+    await until(lambda: engine.snapshot.quarantined_lcm_blocks > 0, "the blocks are in quarantine")
+    # The peer is gone, the lease is over, the node has gone on: none of it is a proof.
+    answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    assert answer.token_ids == expected_tokens(PROMPT, 4)
+    assert engine.snapshot.quarantined_lcm_blocks > 0
+    assert decode.num_handoffs == 1
+
+
 class RestartingPrefill(SilentPrefill):
     """Another incarnation each time it is asked."""
 
