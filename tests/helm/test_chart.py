@@ -56,7 +56,10 @@ _EVERYTHING: Mapping[str, object] = {
         "small": {"autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3, "metrics": [_CPU_METRIC]}},
     },
     "decodePools": {
-        "default": {"config": {"memory": 8589934592, "local_prefill": "fallback", "drain_grace_s": 600.5}},
+        "default": {
+            "config": {"memory": 8589934592, "local_prefill": "fallback", "drain_grace_s": 600.5},
+            "resources": {"limits": {"memory": "9Gi"}},
+        },
         "wide": {"replicas": 2, "config": {"tensor_parallel": 4, "num_threads": 7}},
     },
     "fusedPools": {

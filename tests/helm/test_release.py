@@ -219,7 +219,10 @@ def test_where_an_operator_is_missing_its_kind_is_named_and_nothing_is_made() ->
     ("decode_pool", "words"),
     [
         ({"scheduling": {"affinity": {"podAntiAfinity": {}}}}, "podAntiAfinity"),
-        ({"resources": {"limits": {"cpu": "1500m"}}}, "cpu must be less than or equal to its limit"),
+        (
+            {"resources": {"requests": {"example/card": 1}, "limits": {"example/card": 2}}},
+            "example/card must be equal to its limit",
+        ),
     ],
 )
 def test_an_object_that_kubernetes_refuses_is_reported_and_the_release_mended_by_the_next(

@@ -97,6 +97,7 @@ def test_the_schema_knows_the_options_of_every_role() -> None:
         ({"model": {"source": {"alias": None}}}, "model/source"),
         ({"model": {"source": {"alias": None, "url": {"url": "https://h/m"}}}}, "sha256"),
         ({"image": {"digest": "latest"}}, "image/digest"),
+        ({"router": {"resources": {"limits": {"memory": "lots"}}}}, "router/resources/limits/memory"),
         # What only both sides of a comparison tell.
         (
             {
@@ -109,6 +110,25 @@ def test_the_schema_knows_the_options_of_every_role() -> None:
             {"decodePools": {"default": {"config": {"dtype": "bfloat16"}}}},
             r"prefillPools\.default\.config\.dtype=\(default\) and decodePools\.default\.config\.dtype=bfloat16",
         ),
+        (
+            {"prefillPools": {"default": {"resources": {"limits": {"memory": "2500Mi"}}}}},
+            r"prefillPools\.default\.resources: limits\.memory=2500Mi is below requests\.memory=3Gi",
+        ),
+        (
+            {"router": {"resources": {"requests": {"cpu": 1.5}, "limits": {"cpu": "1400m"}}}},
+            r"router\.resources: limits\.cpu=1400m is below requests\.cpu=1\.5",
+        ),
+        (
+            {"decodePools": {"default": {"config": {"memory": "3.5 gib"}}}},
+            r"decodePools\.default: config\.memory=3\.5 gib, the arena, exceeds resources\.limits\.memory=3Gi",
+        ),
+        (
+            {"poolDefaults": {"config": {"memory": 2**32}, "resources": {"limits": {"memory": "4e9"}}}},
+            r"config\.memory=4\.294967296e\+09, the arena, exceeds resources\.limits\.memory=4e9",
+        ),
+        ({"ports": {"http": 7700}}, r"ports\.grpc and ports\.http: both are 7700"),
+        ({"ports": {"dataPlane": 7720}}, r"ports\.metrics and ports\.dataPlane: both are 7720"),
+        ({"ports": {"health": 7700}, "tls": {"enabled": True, "secrets": _SECRETS}}, r"ports\.grpc and ports\.health"),
         ({"poolDefaults": {"gpus": 1}}, r"decodePools\.default\.gpus: 1 given|prefillPools\.default\.gpus: 1 given"),
         ({"fusedPools": {"a": {"gpus": 1, "config": {"tensor_parallel": 2}}}}, "tensor ranks compute on CPUs"),
         # Routes that would lead nowhere.
@@ -147,6 +167,42 @@ def test_values_that_make_no_mesh_are_refused_by_name(values: Mapping[str, objec
     # Releases of helm write paths with dots or slashes.
     text = str(refusal.value)
     assert re.search(complaint, text) or re.search(complaint.replace("/", "."), text), text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ports": {"dataPlane": 7780}},
+        {"ports": {"metrics": 7700}, "metrics": {"enabled": False}},
+        {"ports": {"http": 7700}, "router": {"http": False}},
+        {"ports": {"health": 7700}},
+    ],
+)
+def test_ports_that_no_pod_has_side_by_side_may_be_equal(values: Mapping[str, object]) -> None:
+    assert render(values)
+
+
+@pytest.mark.parametrize(
+    ("request_", "limit"),
+    [("1Gi", "1.1G"), ("1023Mi", "1Gi"), ("1500m", 1.5), (3, "3"), ("1e3", "1k"), ("1Ti", "1.1T")],
+)
+def test_a_limit_is_compared_as_kubernetes_does(request_: str | float, limit: str | float) -> None:
+    """Each limit is no less than the request."""
+    assert render({"fusedPools": {"a": {"resources": {"requests": {"x": request_}, "limits": {"x": limit}}}}})
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"config": {"memory": "3GB"}},
+        {"config": {"memory": "3GiB"}},
+        {"config": {"memory": "64GiB"}, "gpus": 1},
+        {"config": {"memory": "64GiB"}, "hugePages": {"amount": "64Gi"}},
+        {"config": {"memory": "64GiB"}, "resources": {"limits": {"memory": None}}},
+    ],
+)
+def test_an_arena_may_fill_the_limit_and_lie_elsewhere(pool: Mapping[str, object]) -> None:
+    assert render({"fusedPools": {"a": pool}})
 
 
 def test_decode_pools_that_prefill_themselves_need_no_other() -> None:

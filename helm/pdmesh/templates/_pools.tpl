@@ -64,8 +64,63 @@ nodes. Routers and decode nodes must know a node by the same address. */}}
 {{- ternary (get . "drain_grace_s") 30 (hasKey . "drain_grace_s") | ceil | int -}}
 {{- end -}}
 
+{{/* A quantity of Kubernetes, such as 500m or 3Gi, as a number. */}}
+{{- define "pdmesh.quantity" -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "(m|k|[MGTPE]|[KMGTPE]i)$" $text -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- mulf (trimSuffix $unit $text | float64) (get $units $unit) -}}
+{{- end -}}
+
+{{/* Takes (dict "where" PATH "resources" RESOURCES). */}}
+{{- define "pdmesh.validateResources" -}}
+{{- $where := .where -}}
+{{- $limits := .resources.limits | default dict -}}
+{{- range $name, $request := .resources.requests | default dict -}}
+{{- $limit := get $limits $name -}}
+{{- $bothAreGiven := not (or (kindIs "invalid" $request) (kindIs "invalid" $limit) (eq (toString $limit) "")) -}}
+{{- if and $bothAreGiven (lt (include "pdmesh.quantity" $limit | float64) (include "pdmesh.quantity" $request | float64)) -}}
+{{- fail (printf "%s.resources: limits.%s=%v is below requests.%s=%v; a value that is not given is that of the chart" $where $name $limit $name $request) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes (dict "where" PATH "values" VALUES) of a pool. Where the arena lies in other memory, its limit is another one. */}}
+{{- define "pdmesh.validateArena" -}}
+{{- $limit := get (.values.resources.limits | default dict) "memory" -}}
+{{- $arena := .values.config.memory -}}
+{{- if and $limit $arena (eq (int .values.gpus) 0) (not .values.hugePages.amount) -}}
+{{- $text := toString $arena | upper | nospace | trimSuffix "B" -}}
+{{- $unit := regexFind "[KMGT]I?$" $text -}}
+{{- $quantity := printf "%s%s" (trimSuffix $unit $text) (replace "I" "i" $unit | replace "K" (ternary "k" "K" (eq $unit "K"))) -}}
+{{- if gt (include "pdmesh.quantity" $quantity | float64) (include "pdmesh.quantity" $limit | float64) -}}
+{{- fail (printf "%s: config.memory=%v, the arena, exceeds resources.limits.memory=%v, of which weights take their part as well" .where $arena $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses two servers of one pod at one port. */}}
+{{- define "pdmesh.validatePorts" -}}
+{{- $everywhere := list "grpc" -}}
+{{- if .Values.metrics.enabled -}}{{- $everywhere = append $everywhere "metrics" -}}{{- end -}}
+{{- if .Values.tls.enabled -}}{{- $everywhere = append $everywhere "health" -}}{{- end -}}
+{{- $ofRouters := ternary (append $everywhere "http") $everywhere .Values.router.http -}}
+{{- range $names := list $ofRouters (append $everywhere "dataPlane") -}}
+{{- $taken := dict -}}
+{{- range $name := $names -}}
+{{- $port := get $.Values.ports $name | int | toString -}}
+{{- if hasKey $taken $port -}}
+{{- fail (printf "ports.%s and ports.%s: both are %s, but a pod listens at them side by side" (get $taken $port) $name $port) -}}
+{{- end -}}
+{{- $_ := set $taken $port $name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Refuses what no node or no mesh could run, where the schema cannot say it. */}}
 {{- define "pdmesh.validate" -}}
+{{- include "pdmesh.validatePorts" . -}}
+{{- include "pdmesh.validateResources" (dict "where" "router" "resources" .Values.router.resources) -}}
 {{- $pools := (include "pdmesh.pools" . | fromJson).items -}}
 {{- range $entry := $pools -}}
 {{- $where := printf "%sPools.%s" $entry.role $entry.pool -}}
@@ -73,6 +128,8 @@ nodes. Routers and decode nodes must know a node by the same address. */}}
 {{- if gt (len $entry.name) 52 -}}
 {{- fail (printf "%s: its pods would be called %s, %d characters; give the release or the pool a shorter name, at most 52" $where $entry.name (len $entry.name)) -}}
 {{- end -}}
+{{- include "pdmesh.validateResources" (dict "where" $where "resources" $values.resources) -}}
+{{- include "pdmesh.validateArena" (dict "where" $where "values" $values) -}}
 {{- if and (gt (int $values.gpus) 0) (ne $entry.role "fused") -}}
 {{- fail (printf "%s.gpus: %d given, but only fused nodes compute on CUDA; the data planes move host memory" $where (int $values.gpus)) -}}
 {{- end -}}
