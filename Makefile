@@ -6,7 +6,7 @@ TIMED := tools/timed.sh
 PYTHON_PACKAGES := scheduler_core cache_runtime model_runtime node_runtime prefill_node decode_node router_node simulation pdmesh_cli
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup setup-browser timed-setup timed-browser runtime build demo test test-cpp test-tsan test-python nightly fuzz soak audit check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup setup-browser timed-setup timed-browser runtime system build demo test test-cpp test-tsan test-python nightly fuzz soak audit check-image check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,13 +20,15 @@ setup-browser: setup ## add Chromium and playwright, for the tests of the router
 runtime:
 	@tools/setup.sh runtime
 
+system:
+	@tools/setup.sh system
+
 build: setup ## rebuild native code and protos if they changed
 
-demo: runtime ## prefill on one node, decode on another, watch it
+demo: runtime ## prefill on one node, decode on another, watch it (MODEL=path)
 	@$(BIN)/pdmesh demo $(if $(MODEL),--model $(MODEL))
 
-test: ## run all tests, those in C++ under ASan and UBSan
-	@tools/setup.sh system
+test: system ## run all tests, those in C++ under sanitizers
 	@$(MAKE) --no-print-directory -j3 ready-test-python beside-test-cpp
 
 # What waits for no clock runs beside the Python tests, which wait a lot and have deadlines to keep: with the least
@@ -47,11 +49,11 @@ timed-setup:
 timed-browser: timed-setup
 	@$(if $(CI),$(TIMED) browser tools/setup_browser.sh)
 
-ready-test-python: timed-browser
+ready-test-python ready-beside-check-image: timed-browser
 
 CPP_TEST_BUILD = cmake -S . -DPDMESH_BUILD_MODULES=OFF -DPDMESH_BUILD_TESTS=ON
 
-test-cpp: test-tsan
+test-cpp: system test-tsan ## the tests in C++ alone, under ASan and UBSan, and those of threads under TSan
 	@mkdir -p build
 	@$(CPP_TEST_BUILD) -B build/cpp-tests -DPDMESH_SANITIZE=ON >build/cpp-tests.log 2>&1 || { cat build/cpp-tests.log; exit 1; }
 	@$(TIMED) 'ASan build' cmake --build build/cpp-tests --target cpp_tests -j "$$(nproc)" >>build/cpp-tests.log 2>&1 \
@@ -59,7 +61,7 @@ test-cpp: test-tsan
 	@$(TIMED) 'ASan tests' ctest --test-dir build/cpp-tests -j "$$(nproc)" --output-on-failure --no-tests=error --progress
 
 # Where the kernel spreads addresses wider than the thread sanitizer can map, it runs without randomisation.
-test-tsan: # the C++ tests in which memory passes between threads, under the thread sanitizer
+test-tsan: system # the C++ tests in which memory passes between threads, under the thread sanitizer
 	@mkdir -p build
 	@$(CPP_TEST_BUILD) -B build/tsan -DPDMESH_SANITIZE=thread >build/tsan.log 2>&1 || { cat build/tsan.log; exit 1; }
 	@$(TIMED) 'TSan build' cmake --build build/tsan --target thread_tests -j "$$(nproc)" >>build/tsan.log 2>&1 \
@@ -69,7 +71,7 @@ test-tsan: # the C++ tests in which memory passes between threads, under the thr
 
 # More workers than CPUs, or more threads than one in each of them, would make meshes late for their deadlines. What
 # order the files run in, and what stays together: tests/support/sharing.py.
-test-python:
+test-python: setup ## the tests in Python alone
 	@OMP_NUM_THREADS=1 $(TIMED) 'Python tests' $(BIN)/python -m pytest --numprocesses "$$(nproc)" --dist loadfile \
 	  --no-loadscope-reorder --costs 20
 
@@ -90,7 +92,10 @@ soak: setup ## simulated meshes with fresh seeds for an hour (SOAK_MINUTES)
 audit: setup ## known vulnerabilities of what is installed, where a database of them can be reached
 	@$(TIMED) audit $(BIN)/python tools/audit.py
 
-lint:
+check-image: setup ## build the image of routers and run it as the chart does, where containers can be built and run
+	@$(TIMED) image tools/check_image.sh
+
+lint: setup ## linters and types
 	@$(TIMED) ruff $(BIN)/ruff check .
 	@$(TIMED) 'ruff format' $(BIN)/ruff format --check .
 	@$(TIMED) mypy $(BIN)/mypy
@@ -98,10 +103,11 @@ lint:
 	@$(TIMED) clang-format $(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	@$(TIMED) buf $(BIN)/buf lint protos
 
-check: ## what CI runs: linters, types, all tests; at its end, what each part took
+check: ## what CI runs: linters, types, all tests, an image; at its end, what each part took and what could not be checked
 	@mkdir -p build && rm -f build/times
 	@started=$$SECONDS; tools/setup.sh system \
-	  && $(MAKE) --no-print-directory -j5 ready-test-python ready-beside-lint ready-beside-audit beside-test-cpp; status=$$?; \
+	  && $(MAKE) --no-print-directory -j6 ready-test-python ready-beside-lint ready-beside-audit ready-beside-check-image \
+	    beside-test-cpp; status=$$?; \
 	  tools/timed.sh --table "$$((SECONDS - started))"; exit $$status
 
 format: setup ## rewrite sources in the project's format
@@ -147,7 +153,7 @@ image: ## build the container image (TARGET=router for the small one; IMAGE=name
 	@$(BUILDER) build -f Containerfile --target $(TARGET) -t $(IMAGE) $(BUILD_ARGS) .
 
 test-image: setup ## run what the chart renders in containers of IMAGE (needs podman)
-	@PDMESH_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/helm/test_containers.py
+	@PDMESH_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/helm/test_containers.py tests/helm/test_router_container.py
 
 clean: ## remove everything that was built
 	rm -rf .venv build

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command and notes under a name what it took: tools/timed.sh NAME COMMAND...
-# Shows what was noted, with the sum of the processor time: tools/timed.sh --table ELAPSED_S
+# Shows what was noted, with the sum of the processor time and what a part said it could not do (`part: NOT DONE: why`):
+# tools/timed.sh --table ELAPSED_S
 set -uo pipefail
 notes=build/times
 mkdir -p build
@@ -10,6 +11,8 @@ if [ "$1" = --table ]; then
   awk -F '\t' -v elapsed="$2" '
     { printf "%-28s %7.0f s %9.0f s\n", $1, $2, $3; processor += $3 }
     END { printf "%-28s %7.0f s %9.0f s\n", "all, side by side", elapsed, processor }' $notes
+  left_out=$(grep -h -E '^[a-z]+: NOT [A-Z]+' build/*.log 2>/dev/null)
+  if [ -n "$left_out" ]; then printf '\n%s\n' "$left_out"; fi
   exit
 fi
 
