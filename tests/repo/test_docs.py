@@ -29,7 +29,19 @@ _DEFAULT = re.compile(r"`--([a-z-]+)` \((?:`--[a-z-]+`, )?(\d[\d.]*(?: ?[KMG]iB)
 # Of other programs: helm, guidellm, aiperf, smg, and builders of images.
 _OF_OTHERS = frozenset(
     {
-        *("set", "build-arg", "backend", "profile", "constraint", "data", "output", "tokenizer", "url", "ui"),
+        *(
+            "set",
+            "build-arg",
+            "build-context",
+            "backend",
+            "profile",
+            "constraint",
+            "data",
+            "output",
+            "tokenizer",
+            "url",
+            "ui",
+        ),
         *("endpoint-type", "streaming", "use-server-token-count", "synthetic-input-tokens-mean", "output-tokens-mean"),
         *("request-count", "worker-urls", "pd-disaggregation", "policy"),
     }
