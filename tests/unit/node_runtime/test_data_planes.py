@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 from support.certificates import DOMAIN, MeshAuthority, make_tls_files
 
-from cache_runtime.transfer.engine import DataPlaneUnavailable, MissingDataPlane
+from cache_runtime.transfer.engine import DataPlaneUnavailable, MissingDataPlane, TransferEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.shm_engine import host_id
 from node_runtime.config import ComputeNodeConfig
+from node_runtime.engine import data_planes
 from node_runtime.engine.data_planes import known_to_older_releases, open_planes, tls_of
 
 
@@ -59,6 +61,27 @@ def test_rdma_that_is_asked_for_is_not_passed_over() -> None:
 def test_a_plane_that_is_asked_for_is_the_only_one(opened: list[PlaneSet], name: str) -> None:
     opened.append(open_planes(config(data_plane=name)))
     assert names(opened[0]) == [name]
+
+
+def test_a_plane_is_opened_where_and_how_the_configuration_says(
+    opened: list[PlaneSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    stream = {"data_plane": "stream", "data_plane_port": port, "advertise_host": "localhost"}
+    opened.append(open_planes(config(**stream)))
+    assert [offer.endpoint for offer in opened[0].offers] == [f"localhost:{port}"]
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    asked: dict[str, object] = {}
+
+    def refuse(name: str, **settings: object) -> TransferEngine:
+        asked.update(settings, name=name)
+        raise DataPlaneUnavailable("not here")
+
+    monkeypatch.setattr(data_planes, "create_engine", refuse)
+    with pytest.raises(DataPlaneUnavailable):
+        open_planes(config(data_plane="mooncake", transfer_protocol="rdma", rdma_device="mlx5_1"))
+    assert (asked["name"], asked["protocol"], asked["device"]) == ("mooncake", "rdma", "mlx5_1")
 
 
 def test_a_node_with_certificates_opens_no_unencrypted_port(opened: list[PlaneSet], tmp_path: Path) -> None:

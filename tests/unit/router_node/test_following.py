@@ -97,6 +97,18 @@ async def test_without_the_policy_caches_are_not_looked_at(start_node: StartNode
     assert len(nodes[0].followers) == 1
 
 
+async def test_no_more_is_kept_of_a_node_than_the_router_is_told_to(
+    start_node: StartNode, start_router: StartRouter
+) -> None:
+    nodes = [
+        await start_node(PREFILL, "p-1", updates=[_update(range(1, 50))], prefix_granularity=8),
+        await start_node(DECODE, "d-1", updates=[], prefix_granularity=8, script=ANSWER),
+    ]
+    index = (await start_router(*nodes, max_prefixes_per_node=5)).router.observations.index
+    await until(lambda: index.num_keys(nodes[0].address) > 0)
+    assert index.num_keys(nodes[0].address) == 5
+
+
 async def test_a_load_that_other_routers_made_counts(start_node: StartNode, start_router: StartRouter) -> None:
     busy = [_update((), num_running_requests=50), _update((), num_waiting_requests=60)]
     nodes = [

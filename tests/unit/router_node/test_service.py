@@ -225,6 +225,18 @@ async def test_a_stream_that_ends_without_a_finish_is_an_error(
     assert "ended without a finish" in message
 
 
+@pytest.mark.parametrize(
+    ("setting", "fields"), [("max_prompt_bytes", {"text": "x" * 2000}), ("max_stop_bytes", {"stop": ["y" * 2000]})]
+)
+async def test_text_is_bounded_as_configured(
+    start_router: StartRouter, prefill: FakeNode, decode: FakeNode, setting: str, fields: dict[str, object]
+) -> None:
+    code, message = await (await start_router(prefill, decode, **{setting: 1024})).refusal(**{"text": "hi", **fields})
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "2000" in message
+    assert "1024" in message
+
+
 async def test_without_a_prefill_node_requests_are_unavailable_until_one_is_back(
     start_router: StartRouter, start_node: StartNode, decode: FakeNode
 ) -> None:
