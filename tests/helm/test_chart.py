@@ -335,6 +335,30 @@ def test_selectors_find_the_pods_of_their_own_workload_alone(shape: str) -> None
     assert len(budgets) == (0 if shape == "model in an image" else len(labels))
 
 
+@every_shape
+def test_pods_of_a_workload_are_spread_and_replaced_without_leaving_nobody(shape: str) -> None:
+    manifests = render(_SHAPES[shape])
+    labels = {each["metadata"]["name"]: pod_template(each)["metadata"]["labels"] for each in _workloads(manifests)}
+    for workload in _workloads(manifests):
+        name, spec = workload["metadata"]["name"], workload["spec"]
+        # Over machines, by those of their own workload: another mesh or pool beside them says nothing.
+        spread = {each["topologyKey"]: each for each in pod_template(workload)["spec"]["topologySpreadConstraints"]}
+        assert "kubernetes.io/hostname" in spread
+        for constraint in spread.values():
+            assert [other for other in labels if selects(constraint["labelSelector"], labels[other])] == [name]
+            # A mesh on a single machine starts, too.
+            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+        if workload["kind"] == "Deployment":
+            # A new router serves before an old one leaves.
+            assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+        else:
+            # One node at a time, while new pools come up at once.
+            assert spec["updateStrategy"] == {"type": "RollingUpdate"}
+            assert spec["podManagementPolicy"] == "Parallel"
+    for budget in of_kind(manifests, "PodDisruptionBudget"):
+        assert budget["spec"]["maxUnavailable"] == 1
+
+
 def test_the_pool_that_scales_leaves_its_size_to_the_autoscaler() -> None:
     manifests = render(_EVERYTHING)
     (scaler,) = of_kind(manifests, "HorizontalPodAutoscaler")
