@@ -37,15 +37,15 @@ podman info >/dev/null 2>>"$log" || leave "NOT BUILT: podman does not work here:
 base=$(tools/image_base.sh 2>>"$log") || leave "NOT BUILT: $(last_line)"
 
 build() { podman build --isolation chroot --network host --layers=false "$@" >>"$log" 2>&1; }
-trap 'podman rmi --force "$image" >/dev/null 2>&1 || true' EXIT
+forget() { podman rmi --force "$image" >/dev/null 2>&1 || true; }
+trap forget EXIT
 build -t "$image" - <<<"FROM $base"$'\n''RUN true' || leave "NOT BUILT: podman builds nothing here: $(last_line)"
+forget
 
-pip_wheel() { "$python" -m pip wheel --wheel-dir $folder/wheels "$@" >>"$log" 2>&1 || fail "pip makes no wheels"; }
 runs_on='import platform, sys; print(platform.freedesktop_os_release().get("VERSION_CODENAME"), *sys.version_info[:2])'
 options=(--build-arg "BASE=$base")
 if [ "$("$python" -c "$runs_on" 2>>"$log")" = 'bookworm 3 11' ]; then
-  pip_wheel --no-deps --no-build-isolation .
-  pip_wheel $folder/wheels/pdmesh-*.whl
+  "$python" -m pip wheel --no-build-isolation --wheel-dir $folder/wheels . >>"$log" 2>&1 || fail "pip makes no wheels"
   options+=(--build-context "build=$folder" --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels)
 fi
 

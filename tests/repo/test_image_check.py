@@ -22,9 +22,6 @@ while read -r failing; do
   printf 'first this\nno %s today\n' "$failing" >&2
   exit 3
 done <<<"$FAILS"
-if [[ $words == python*"wheel-dir build/image/wheels --no-deps"* ]]; then
-  mkdir -p build/image/wheels; : >build/image/wheels/pdmesh-1.whl
-fi
 if [[ $words == podman*Size* ]]; then echo 123456789; fi
 if [[ $words == python*version_info* ]]; then echo "bookworm 3 11"; fi
 if [[ $words == apt-get*indextargets* ]]; then
@@ -95,7 +92,7 @@ def test_an_image_is_built_on_what_the_registry_has_and_run(machine: Machine) ->
     assert "--build-context build=build/image" in build
     assert machine.calls("tests/helm/test_router_container.py")
     assert not machine.calls("mmdebstrap")
-    assert machine.calls("podman rmi")
+    assert machine.calls("podman")[-1].startswith("podman rmi")
 
 
 def test_without_a_registry_the_base_is_made_of_debian_packages_of_the_mirrors_of_the_machine(machine: Machine) -> None:
