@@ -2,8 +2,8 @@
 # Builds the image of routers and runs it as the chart does, where containers can be built and run on this machine.
 #
 # Where they cannot, it says `image: NOT BUILT` or `NOT RUN` and why, and succeeds; a build that was begun must end well.
-# The wheels are made outside of it, out of what `make setup` has compiled and with pip as it is set up here, where this is
-# the Debian of the image. CI=true lets it install what it needs.
+# The wheels are made outside of it, out of what `make setup` has compiled and with pip as it is set up here: both have to
+# be of the Debian and the Python of the image. CI=true lets it install what it needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,6 +11,7 @@ folder=build/image
 log=$folder/log
 image=localhost/pdmesh-check
 python=.venv/bin/python
+release_and_python='import platform, sys; print(platform.freedesktop_os_release().get("VERSION_CODENAME"), *sys.version_info[:2])'
 started=$SECONDS
 leave() { echo "image: $1"; exit 0; }
 fail() { tail -40 "$log" >&2; echo "image: $1 (all of its output: $log)" >&2; exit 1; }
@@ -19,6 +20,11 @@ last_line() { grep -v '^ *$' "$log" | tail -1 | sed -E 's/^.{10,}(.{160})$/...\1
 rm -rf $folder
 mkdir -p $folder
 : >"$log"
+
+made_for=$("$python" -c "$release_and_python")
+if [ "$made_for" != 'bookworm 3 11' ]; then
+  leave "NOT BUILT: it takes wheels of Debian bookworm and Python 3 11, those of this machine are of $made_for"
+fi
 
 missing() {
   command -v podman >/dev/null || echo podman
@@ -42,14 +48,9 @@ trap forget EXIT
 build -t "$image" - <<<"FROM $base"$'\n''RUN true' || leave "NOT BUILT: podman builds nothing here: $(last_line)"
 forget
 
-runs_on='import platform, sys; print(platform.freedesktop_os_release().get("VERSION_CODENAME"), *sys.version_info[:2])'
-options=(--build-arg "BASE=$base")
-if [ "$("$python" -c "$runs_on" 2>>"$log")" = 'bookworm 3 11' ]; then
-  "$python" -m pip wheel --no-build-isolation --wheel-dir $folder/wheels . >>"$log" 2>&1 || fail "pip makes no wheels"
-  options+=(--build-context "build=$folder" --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels)
-fi
-
-build "${options[@]}" -f Containerfile --target router -t "$image" . || fail "the build failed"
+"$python" -m pip wheel --no-build-isolation --wheel-dir $folder/wheels . >>"$log" 2>&1 || fail "pip makes no wheels"
+build --build-arg "BASE=$base" --build-context "build=$folder" --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels \
+  -f Containerfile --target router -t "$image" . || fail "the build failed"
 size=$(podman image inspect --format '{{.Size}}' "$image")
 built="built in $((SECONDS - started)) s with $((size / 1000000)) MB"
 
