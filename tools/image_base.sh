@@ -31,8 +31,11 @@ mirrors >"$folder/sources.list"
 sources=()
 if [ -s "$folder/sources.list" ]; then sources=("$folder/sources.list"); fi
 # Without what nobody reads in a container, as in the image of the registry.
-mmdebstrap --variant=minbase --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+if ! mmdebstrap --variant=minbase --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-  "$suite" "$folder/base.tar" "${sources[@]}" >&2 || fail "$named cannot be pulled, and mmdebstrap cannot make another one"
+  "$suite" "$folder/base.tar" "${sources[@]}" >"$folder/log" 2>&1; then
+  cat "$folder/log" >&2
+  fail "$named cannot be pulled, and mmdebstrap makes no other one: $(tail -1 "$folder/log")"
+fi
 podman import --quiet --change 'CMD ["bash"]' "$folder/base.tar" "$made" >&2
 echo "$made"
