@@ -42,7 +42,8 @@ podman info >/dev/null 2>>"$log" || leave "NOT BUILT: podman does not work here:
 
 base=$(tools/image_base.sh 2>>"$log") || leave "NOT BUILT: $(last_line)"
 
-build() { podman build --isolation chroot --network host --layers=false "$@" >>"$log" 2>&1; }
+# Long enough for a busy machine, and an end where a mirror hangs.
+build() { timeout 1200 podman build --isolation chroot --network host --layers=false "$@" >>"$log" 2>&1; }
 forget() { podman rmi --force "$image" >/dev/null 2>&1 || true; }
 trap forget EXIT
 build -t "$image" - <<<"FROM $base"$'\n''RUN true' || leave "NOT BUILT: podman builds nothing here: $(last_line)"
