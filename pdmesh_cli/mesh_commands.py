@@ -150,10 +150,16 @@ def _plan_command() -> Callable[..., None]:
     """Its own parameters, then those fields of a compute node that size its cache."""
 
     def command(model: str, role: str, **flags: FlagValue) -> None:
-        from pdmesh_cli.plan import ROLES, plan_report
         from pdmesh_cli.up import provide_model
 
         with reported_failures():
+            try:
+                from pdmesh_cli.plan import ROLES, plan_report
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                advice = "install it with: pip install 'pdmesh[compute]'"
+                raise BadConfig(f"torch is not installed, and a plan is made with it; {advice}") from error
             if role not in ROLES:
                 raise BadConfig(f"role: expected one of {', '.join(ROLES)}, got {role!r}")
             path = provide_model(model, Console(stderr=True))

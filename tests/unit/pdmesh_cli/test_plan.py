@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,13 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     code, _, err = run(path)
     assert code == 2
     assert "not a GGUF file" in err
+
+
+def test_what_it_is_made_with_is_named_where_it_is_missing() -> None:
+    program = "import sys; sys.modules['torch'] = None; from pdmesh_cli.main import main; main()"
+    command = (sys.executable, "-c", program, "plan", "smollm2")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "pdmesh: torch is not installed, and a plan is made with it; install it with: pip install 'pdmesh[compute]'\n",
+    )
