@@ -144,7 +144,7 @@ class Pair:
         return self.prefill is None or self.decode.peers.get(self.prefill.facts.address) is True
 
     def __str__(self) -> str:
-        return " with ".join(view.facts.node_id for view in (self.decode, self.prefill) if view is not None)
+        return " > ".join(view.facts.node_id for view in (self.prefill, self.decode) if view is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ WHOLE = (
         pdmesh__place__decode_ms=0.0,
         pdmesh__place__prefill_cached_tokens=1024,
         pdmesh__place__decode_cached_tokens=0,
-        pdmesh__place__runners_up="prefill-1 with decode-0: 812.0 ms, 0 cached",
+        pdmesh__place__runners_up="prefill-1 > decode-0: 812.0 ms, 0 cached",
     ),
     span(
         3,

@@ -79,7 +79,7 @@ async def test_a_prompt_goes_where_it_is_cached_and_the_trace_says_why(
     assert attributes["pdmesh.place.prefill_cached_tokens"] == 32
     assert attributes["pdmesh.place.reason"] == "the longest cached prefix"
     (runner_up,) = attributes["pdmesh.place.runners_up"]
-    assert runner_up.startswith("d-1 with p-2: ")
+    assert runner_up.startswith("p-2 > d-1: ")
 
 
 async def test_without_the_policy_caches_are_not_looked_at(start_node: StartNode, start_router: StartRouter) -> None:

@@ -225,14 +225,14 @@ def test_a_trace_tells_of_other_pairs_in_numbers_that_can_be_read() -> None:
     )
     assert made.pair.prefill is not None
     choice = PlacementChoice(decode=made.pair.decode.facts, prefill=made.pair.prefill.facts, decision=made)
-    assert choice.explanation()["pdmesh.place.runners_up"] == ["d1 with p2: 93,476.0 ms, 1,024 cached"]
+    assert choice.explanation()["pdmesh.place.runners_up"] == ["p2 > d1: 93,476.0 ms, 1,024 cached"]
 
 
 def test_the_decision_explains_itself() -> None:
     made = decision(node("p1", cached_tokens=512), node("p2"), node("d1"))
     assert (made.policy, made.reason, made.num_candidates) == ("cache_aware", "the longest cached prefix", 2)
     ((runner_up, estimate),) = made.runners_up
-    assert str(runner_up) == "d1 with p2"
+    assert str(runner_up) == "p2 > d1"
     assert estimate.total_s > made.estimate.total_s
     assert decision(node("f1")).reason == "the only pair"
     assert decision(node("f1"), node("f2")).reason == "nothing is cached: the shortest wait"
