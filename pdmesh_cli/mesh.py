@@ -21,6 +21,9 @@ from pdmesh_cli.ports import reserved_ports
 
 # How long after a failure of the work a dying child is taken for its cause.
 _BLAME_WINDOW_S = 1.0
+_ROUTER = "router"
+# It, and a compute node.
+_FEWEST_CHILDREN = 2
 # The address compute nodes listen on: nobody but this machine needs them.
 _COMPUTE_HOST = "127.0.0.1"
 
@@ -85,7 +88,7 @@ class MeshPlan:
         """The router, told where the compute nodes are."""
         addresses = tuple(f"--{node.role}={node.address}" for node in compute_nodes)
         arguments = (*addresses, *self.router_arguments, *self.common_arguments)
-        return self._spec("router", "router", arguments, num_threads=1)
+        return self._spec(_ROUTER, _ROUTER, arguments, num_threads=1)
 
     def _compute_spec(self, role: str, index: int, port: int, *peers: str) -> ChildSpec:
         place = (f"--host={_COMPUTE_HOST}", f"--port={port}", *peers, f"--num-threads={self.num_threads}")
@@ -140,14 +143,22 @@ class Mesh:
         return announcement
 
     async def wait_for_exit(self) -> ChildError:
-        """Waits until any child ends, which none does by itself; says which one and how."""
+        """Waits until any child ends, which none does by itself; says which one and how.
+
+        A compute node that was told to leave, and did, is no loss as long as there is another one.
+        """
         waits = {asyncio.create_task(child.wait()): child for child in self._children}
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for child in [waits.pop(task) for task in done]:
+                    self._children.remove(child)
+                    if await child.wait() != 0 or child.name == _ROUTER or len(self._children) < _FEWEST_CHILDREN:
+                        return await child.failure()
+                    self._sink.write_line(child.name, "has left")
         finally:
             for task in waits:
                 task.cancel()
-        return await waits[done.pop()].failure()
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
         """Runs `work` beside the children. When one of them ends, the work is cancelled and ChildError raised.
@@ -171,7 +182,7 @@ class Mesh:
     async def stop(self) -> None:
         """Stops all children in order; returns when none is left. May be called again."""
         children, self._children = self._children, []
-        for prefix in ("router", "decode", "fused", "prefill"):
+        for prefix in (_ROUTER, "decode", "fused", "prefill"):
             members = [child for child in children if child.name.startswith(prefix)]
             await asyncio.gather(*(child.stop(self._plan.stop_grace_s) for child in members))
         with contextlib.suppress(OSError):

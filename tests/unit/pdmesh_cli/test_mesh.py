@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 
 import pytest
+from support.fake_mesh import until
 
 from pdmesh_cli.child import Announcement, ChildError
 from pdmesh_cli.mesh import Mesh, MeshPlan, shared_num_threads
@@ -101,6 +104,33 @@ async def test_a_node_that_dies_ends_the_work_and_is_named() -> None:
 
     with pytest.raises(ChildError, match="router exited with code 9"):
         await start_and_work()
+
+
+async def test_a_node_that_was_told_to_leave_is_no_loss_where_there_is_another_one() -> None:
+    sink, nodes = Lines(), list[Announcement]()
+    async with Mesh(dataclasses.replace(_PLAN, num_prefill=2), sink, on_ready=nodes.append) as mesh:
+        await mesh.start()
+        pids = {node.node_id: node.pid for node in nodes}
+
+        async def see_two_leave() -> None:
+            for name in ("prefill-1", "decode-0"):
+                os.kill(pids[name], signal.SIGTERM)
+                await until(lambda name=name: name in sink.names_with("has left"), f"{name} has left")
+
+        await mesh.run(see_two_leave())
+        os.kill(pids["prefill-0"], signal.SIGTERM)
+        with pytest.raises(ChildError, match="prefill-0 exited with code 0"):
+            await mesh.run(_forever())
+    assert sink.names_with("stopped") == ["prefill-1", "decode-0", "prefill-0", "router"]
+
+
+async def test_a_router_that_leaves_ends_the_work() -> None:
+    nodes = list[Announcement]()
+    async with Mesh(_PLAN, Lines(), on_ready=nodes.append) as mesh:
+        router = await mesh.start()
+        os.kill(router.pid, signal.SIGTERM)
+        with pytest.raises(ChildError, match="router exited with code 0"):
+            await mesh.run(_forever())
 
 
 async def test_the_result_of_the_work_is_returned() -> None:
