@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from node_runtime.errors import NodeError
@@ -49,6 +49,7 @@ def ui_routes(parts: UiParts) -> list[BaseRoute]:
     """For the application of the router's HTTP server."""
     pages = _Pages(parts)
     return [
+        Route("/", pages.welcome, methods=["GET"]),
         Route("/ui", pages.page, methods=["GET"]),
         Route("/ui/state", pages.state, methods=["GET"]),
         Route("/ui/traces/{trace_id}", pages.trace, methods=["GET"]),
@@ -59,6 +60,10 @@ class _Pages:
     def __init__(self, parts: UiParts) -> None:
         self._parts = parts
         self._page = files("router_node.ui").joinpath("page.html").read_text(encoding="utf-8")
+
+    async def welcome(self, request: Request) -> Response:
+        """Whoever types the address into a browser sees the page instead of a path that does not exist."""
+        return RedirectResponse("ui", headers=_HEADERS)
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=_HEADERS)

@@ -73,6 +73,11 @@ async def send_trace(router: RunningRouter, *, error: str = "") -> str:
     return span.trace_id
 
 
+async def test_the_bare_address_leads_to_the_page(router: RunningRouter) -> None:
+    page = await get(router, "/ui")
+    assert (await get(router, "/")).text == page.text
+
+
 async def test_the_page_loads_nothing_from_elsewhere(router: RunningRouter) -> None:
     answer = await get(router, "/ui")
     assert answer.status_code == 200
