@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +24,8 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # `--name`, but neither a rule of a table nor the middle of a word.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
 _CALL = re.compile(r"^(?:\$ )?(?:\S+=\S+ )*(?:\.venv/bin/)?pdmesh ([a-z]+)", re.MULTILINE)
+# Of this project, so that files of users (`prompts.jsonl`, `tls.key`) and of models (`config.json`) are left alone.
+_SOURCE_FILE = re.compile(r"`([\w/.-]+\.(?:py|cpp|h|proto|sh))`")
 _QUOTED_CALL = re.compile(r"`pdmesh ([a-z]+)")
 # An option with its default in brackets: `--name` (64), (`off`, decode), (`--other-name`, 64), (4 MiB).
 _DEFAULT = re.compile(r"`--([a-z-]+)` \((?:`--[a-z-]+`, )?(\d[\d.]*(?: ?[KMG]iB)?|`\w+`)")
@@ -74,6 +77,23 @@ def test_every_link_leads_to_a_page_and_a_heading_that_exist(page: str) -> None:
     assert not wrong
 
 
+def _ends(file: str) -> Iterator[int]:
+    """Where the file's path can begin."""
+    yield 0
+    yield from (position + 1 for position, character in enumerate(file) if character == "/")
+
+
+@cache
+def _files() -> frozenset[str]:
+    """Paths of what is in the repository or its packages' folders; not what was built or installed."""
+    skipped = {".venv", "build", ".git", "__pycache__"}
+    found = []
+    for folder, below, names in os.walk(ROOT):
+        below[:] = [name for name in below if name not in skipped]
+        found += [str((Path(folder) / name).relative_to(ROOT)) for name in names]
+    return frozenset(found)
+
+
 @cache
 def _commands() -> dict[str, frozenset[str]]:
     """Their options, by name; those of commands below a command with it."""
@@ -87,6 +107,13 @@ def _options(command: TyperCommand | TyperGroup) -> Iterator[str]:
         for below in command.commands.values():
             assert isinstance(below, TyperCommand | TyperGroup)
             yield from _options(below)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_source_file_that_a_page_names_exists(page: str) -> None:
+    """By its path, by the end of it, or by its name alone."""
+    ends = {file[position:] for file in _files() for position in _ends(file)}
+    assert set(_SOURCE_FILE.findall(_FENCED.sub("", _read(page)))) <= ends
 
 
 @pytest.mark.parametrize("page", PAGES)
