@@ -44,8 +44,8 @@ class PrefillPeer:
     adapters: frozenset[AdapterId] = frozenset()
     num_users: int = 0
     is_retired: bool = False
-    # Told when the node came back as another incarnation: nothing will come of the handoffs with this one.
-    on_restart: set[Callable[[], None]] = field(default_factory=set)
+    # Told, in this order, when the node came back as another incarnation: nothing will come of handoffs with this one.
+    on_restart: dict[Callable[[], None], None] = field(default_factory=dict)
 
     async def release(self) -> None:
         """Ends one use; the connection of a retired peer closes with its last."""

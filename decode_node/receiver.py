@@ -147,7 +147,7 @@ class IncomingHandoff:
     async def run(self, timeout_s: float) -> None:
         """Talks to the prefill node until nothing of this handoff can touch our memory any more."""
         talking = asyncio.create_task(self._talk(timeout_s + QUIET_GRACE_S))
-        self._peer.on_restart.add(self._peer_restarted)
+        self._peer.on_restart[self._peer_restarted] = None
         try:
             await self._over.wait()
             # The peer ends the stream; one that says no farewell is not waited for.
@@ -158,7 +158,7 @@ class IncomingHandoff:
         finally:
             talking.cancel()
             self._cancel_timer()
-            self._peer.on_restart.discard(self._peer_restarted)
+            self._peer.on_restart.pop(self._peer_restarted, None)
 
     def _peer_restarted(self) -> None:
         self._feed(StreamClosed(code=_UNAVAILABLE, message="the prefill node was restarted"))

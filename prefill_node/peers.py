@@ -42,8 +42,9 @@ class DecodePeer:
     data_plane: str
     suspect_reason: str = ""
     num_handoffs: int = 0
-    # Told when the node came back as another incarnation: nobody is left who could want the handoffs of this one.
-    on_restart: set[Callable[[], None]] = field(default_factory=set)
+    # Told, in this order, when the node came back as another incarnation: nobody is left who could want the handoffs of
+    # this one.
+    on_restart: dict[Callable[[], None], None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

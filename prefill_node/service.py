@@ -180,7 +180,7 @@ class PrefillService:
         self._used_ids.add(start.handoff_id)
         self._live[engine_id] = handoff
         peer.num_handoffs += 1
-        peer.on_restart.add(handoff.drop)
+        peer.on_restart[handoff.drop] = None
         return handoff
 
     def _check_unique(self, start: Start) -> None:
@@ -219,7 +219,7 @@ class PrefillService:
 
     def _forget(self, engine_id: str, peer: DecodePeer) -> None:
         peer.num_handoffs -= 1
-        peer.on_restart.discard(self._live.pop(engine_id).drop)
+        peer.on_restart.pop(self._live.pop(engine_id).drop, None)
 
     @staticmethod
     async def _read(messages: AsyncIterator[handoff_pb2.HandoffRequest], handoff: PromptHandoff) -> None:

@@ -179,7 +179,8 @@ class Process:
         # The process as asyncio sees it: of an event loop it has what code without sockets and signals uses.
         self.event_loop = cast("asyncio.AbstractEventLoop", self)
         self._on_error = on_error
-        self._tasks: set[asyncio.Task[object]] = set()
+        # In the order in which they began, which a set would not keep.
+        self._tasks: dict[asyncio.Task[object], None] = {}
 
     @property
     def num_tasks(self) -> int:
@@ -249,8 +250,8 @@ class Process:
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
         task = asyncio.Task(coro, loop=self.event_loop, name=name, context=context)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def call_soon(

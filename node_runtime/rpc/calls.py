@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -126,20 +125,22 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self.begin_drain()
         if not self._running:
             return
-        began_s, num_calls = time.monotonic(), len(self._running)
+        event_loop = asyncio.get_running_loop()
+        began_s, num_calls = event_loop.time(), len(self._running)
         _log.info("draining: waiting for %s, at most %g s", self._describe_running(), grace_s)
         await asyncio.wait(set(self._running), timeout=grace_s)
-        late = set(self._running)
+        # In the order in which they came, so that a simulated node cuts them off in the same order each time.
+        late = tuple(self._running)
         if late:
             described = self._describe_running()
             _log.warning("%s outlived the grace period of %g s and were cut off", described, grace_s)
-            self._evicted |= late
+            self._evicted.update(late)
             for task in late:
                 task.cancel()
             _, deaf = await asyncio.wait(late, timeout=_CUT_OFF_S)
             if deaf:
                 _log.error("%s go on though they were cut off", self._describe_running())
-        waited_s = time.monotonic() - began_s
+        waited_s = event_loop.time() - began_s
         _log.info("drained in %.1f s: %d of %d calls finished", waited_s, num_calls - len(late), num_calls)
 
     def _describe_running(self) -> str:

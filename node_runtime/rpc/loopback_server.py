@@ -42,7 +42,8 @@ class LoopbackServer:
         )
         self._handlers: dict[str, grpc.RpcMethodHandler[object, object]] = {}
         self._address = ""
-        self._connections: set[_ServerConnection] = set()
+        # In the order in which they came: a set's would be another one in each process.
+        self._connections: dict[_ServerConnection, None] = {}
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
         """Not needed: generated code registers every method by name as well."""
@@ -70,11 +71,11 @@ class LoopbackServer:
 
     def _accept(self, connection: Connection) -> Receiver:
         accepted = _ServerConnection(self, connection)
-        self._connections.add(accepted)
+        self._connections[accepted] = None
         return accepted
 
     def forget(self, connection: _ServerConnection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
     async def handler_of(self, details: _CallDetails) -> grpc.RpcMethodHandler[object, object] | None:
         return await self._intercept(self._find, details)

@@ -63,7 +63,7 @@ def test_every_request_is_answered_when_nothing_fails() -> None:
 def test_the_same_seeds_give_the_same_transcripts_in_another_process() -> None:
     code = (
         "from simulation.run import simulate; from simulation.drawing import draw_scenario; "
-        "runs = [simulate(draw_scenario(seed), is_verbose=True) for seed in (3, 17)]; "
+        "runs = [simulate(draw_scenario(seed), is_verbose=True) for seed in (3, 17, 13, 19, 31, 39, 62, 79)]; "
         "print('\\f'.join('\\n'.join(run.lines) for run in runs))"
     )
     told = [
@@ -71,4 +71,4 @@ def test_the_same_seeds_give_the_same_transcripts_in_another_process() -> None:
         for _ in range(2)
     ]
     assert told[0] == told[1]
-    assert ["grant of H1" in transcript for transcript in told[0].split("\f")] == [True, True]
+    assert ["grant of H1" in transcript for transcript in told[0].split("\f")][:2] == [True, True]
