@@ -77,6 +77,8 @@ class PeerBootstrap:
         self._incarnation = incarnation
         self._planes = planes
         self._manifest = manifest
+        # Told at each attempt, and the same for the life of the process.
+        self._told_manifest = manifest_to_proto(manifest)
         self._probes = probes
         self._max_message_bytes = max_message_bytes
         self._transport = transport
@@ -114,7 +116,7 @@ class PeerBootstrap:
             request = prefill_pb2.BootstrapRequest(
                 node_id=self._node_id,
                 incarnation=self._incarnation,
-                manifest=manifest_to_proto(self._manifest),
+                manifest=self._told_manifest,
                 nonce=nonce,
                 nonce_address=slot.address,
             )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
 from typing import TextIO
 
@@ -38,19 +37,26 @@ def current_request_id() -> str:
     return _current(_request_id)
 
 
-@contextmanager
-def call_scope() -> Iterator[None]:
+def call_scope() -> AbstractContextManager[None]:
     """Keeps the ids bound inside for records that are logged in this scope after the binding has ended."""
-    token = _call.set({})
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            _call.reset(token)
+    return _CallScope()
 
 
 def _current(variable: ContextVar[str]) -> str:
     return variable.get() or (_call.get() or {}).get(variable.name, "")
+
+
+class _CallScope:
+    """A class and no generator, as `_Bound` is."""
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _call.set({})
+
+    def __exit__(self, *exc_info: object) -> None:
+        with suppress(ValueError):
+            _call.reset(self._token)
 
 
 class _Bound:

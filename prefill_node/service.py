@@ -80,6 +80,8 @@ class PrefillService:
         self._node_id = node_id
         self._incarnation = incarnation
         self._manifest = manifest
+        # Told at each bootstrap, and the same for the life of the process.
+        self._told_manifest = manifest_to_proto(manifest)
         self._limits = limits
         self._tools = tools
         self._forms = forms
@@ -118,7 +120,7 @@ class PrefillService:
         return prefill_pb2.BootstrapResponse(
             node_id=self._node_id,
             incarnation=self._incarnation,
-            manifest=manifest_to_proto(self._manifest),
+            manifest=self._told_manifest,
             data_plane=data_plane,
             adapters=adapters_to_proto(self._adapters),
         )

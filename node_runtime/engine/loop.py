@@ -353,7 +353,7 @@ class EngineLoop:
         self._num_steps += 1
         self._rates.note_pass(
             num_prefill_rows=plan.num_prefill_rows,
-            num_tokens=int(plan.input_lengths.sum()),
+            num_tokens=sum(plan.input_lengths.tolist()),
             duration_s=self._clock.now_s() - began_s,
         )
         self._scheduler.advance(self._results(plan, sampled))

@@ -42,11 +42,16 @@ class Channel:
         """`transport` makes the connection; by default gRPC's own. `metadata` goes with every call."""
         self.address = address
         self._metadata = tuple(metadata)
+        # By their classes: making one takes longer than many a call.
+        self._stubs: dict[object, object] = {}
         self._channel = (transport or SocketTransport()).channel(address, max_message_bytes=max_message_bytes)
 
     def stub(self, stub_class: Callable[[grpc.aio.Channel], StubT]) -> StubT:
-        """A generated stub on this channel. Pass its methods to the calls below."""
-        return stub_class(cast("grpc.aio.Channel", ParsingChannel(self._channel)))
+        """The generated stub on this channel. Pass its methods to the calls below."""
+        stub = self._stubs.get(stub_class)
+        if stub is None:
+            stub = self._stubs[stub_class] = stub_class(cast("grpc.aio.Channel", ParsingChannel(self._channel)))
+        return cast("StubT", stub)
 
     async def unary(
         self,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from node_runtime.errors import DeadlineExceeded
@@ -25,16 +24,26 @@ def _now_s() -> float:
         return time.monotonic()
 
 
-@contextmanager
-def deadline_within(seconds: float) -> Iterator[None]:
+def deadline_within(seconds: float) -> AbstractContextManager[None]:
     """Bounds every call made inside to `seconds` from now; an earlier deadline stays in force."""
-    outer = _deadline_s.get()
-    own = _now_s() + seconds
-    token = _deadline_s.set(own if outer is None else min(outer, own))
-    try:
-        yield
-    finally:
-        _deadline_s.reset(token)
+    return _Deadline(seconds)
+
+
+class _Deadline:
+    """A class and no generator, because every call that is served has one."""
+
+    __slots__ = ("_seconds", "_token")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        outer = _deadline_s.get()
+        own = _now_s() + self._seconds
+        self._token = _deadline_s.set(own if outer is None else min(outer, own))
+
+    def __exit__(self, *exc_info: object) -> None:
+        _deadline_s.reset(self._token)
 
 
 def remaining_s() -> float | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import NamedTuple, NoReturn, cast
 
 import grpc
 
@@ -23,8 +22,7 @@ from node_runtime.rpc.loopback_wire import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _CallDetails:
+class _CallDetails(NamedTuple):
     """grpc.HandlerCallDetails."""
 
     method: str

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
@@ -157,24 +157,29 @@ class Telemetry:
         """Whether spans go anywhere."""
         return self._provider is not None
 
-    @contextmanager
     def span(
         self,
         name: str,
         attributes: Attributes | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
         parent: TraceContext | None = None,
-    ) -> Iterator[Span]:
+    ) -> AbstractContextManager[Span]:
         """A span around the block, child of `parent` or else of the current one; calls made inside carry it on.
 
         An exception that leaves the block marks the span as failed with the name of its class. A caller that no longer
         wants the work is no failure of the one that does it: such a span is marked as cancelled, unless the deadline
         has passed.
         """
-        if self._provider is None and parent is None and not trace.get_current_span().is_recording():
+        current = trace.get_current_span()
+        if self._provider is None and parent is None and not current.is_recording():
             # Whatever trace there is goes on, and nobody records this part of it.
-            yield Span(trace.get_current_span())
-            return
+            return nullcontext(Span(current))
+        return self._running(name, attributes, kind, parent)
+
+    @contextmanager
+    def _running(
+        self, name: str, attributes: Attributes | None, kind: SpanKind, parent: TraceContext | None
+    ) -> Iterator[Span]:
         started = self._tracer.start_span(
             name, context=parent._value if parent else None, kind=kind.value, attributes=attributes
         )
@@ -193,17 +198,9 @@ class Telemetry:
             otel_context.detach(token)
             started.end()
 
-    @contextmanager
-    def continued(self, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
+    def continued(self, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[None]:
         """Continues the caller's trace inside the block; malformed or absent headers mean no trace."""
-        carrier = {key: value for key, value in metadata if key in _PROPAGATED_KEYS and isinstance(value, str)}
-        found = otel_context.Context()
-        token = otel_context.attach(_propagator.extract(carrier, found) if carrier else found)
-        try:
-            with bound_trace_id(current_trace_id()):
-                yield
-        finally:
-            otel_context.detach(token)
+        return _Continued(metadata)
 
     def record_span(
         self,
@@ -235,6 +232,26 @@ class Telemetry:
         worker = threading.Thread(target=self._provider.shutdown, name="telemetry-shutdown", daemon=True)
         worker.start()
         worker.join(timeout_s)
+
+
+class _Continued:
+    """A class and no generator, because every call that is served continues something."""
+
+    __slots__ = ("_bound", "_metadata", "_token")
+
+    def __init__(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        self._metadata = metadata
+
+    def __enter__(self) -> None:
+        carrier = {key: value for key, value in self._metadata if key in _PROPAGATED_KEYS and isinstance(value, str)}
+        found = otel_context.Context()
+        self._token = otel_context.attach(_propagator.extract(carrier, found) if carrier else found)
+        self._bound = bound_trace_id(current_trace_id() if carrier else "")
+        self._bound.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bound.__exit__(None, None, None)
+        otel_context.detach(self._token)
 
 
 def _exporter(endpoint: str) -> OTLPSpanExporter:
