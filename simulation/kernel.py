@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
+from heapq import heappop, heappush
 from typing import ParamSpec, TypeVar, TypeVarTuple, Unpack, cast
 
 P = ParamSpec("P")
@@ -78,14 +78,11 @@ class World:
         self.depth = 0
         # Whose callback runs now.
         self.running: Process | None = None
-        self._numbers = itertools.count()
         self._ready: deque[Callback] = deque()
-        self._timers: list[tuple[float, int, Callback]] = []
-        # Every callback passes here: one call less than a method.
+        # Every callback passes here and every timer there: one call less than a method.
         self.add_ready: Callable[[Callback], None] = self._ready.append
-
-    def add_timer(self, callback: Callback) -> None:
-        heapq.heappush(self._timers, (callback.when_s, next(self._numbers), callback))
+        self.timers: list[tuple[float, int, Callback]] = []
+        self.timer_numbers = itertools.count()
 
     def run_until(self, end_s: float, is_done: Callable[[], bool] | None = None) -> None:
         """Runs everything that is due up to `end_s`, or until `is_done`, which is asked whenever time moves on.
@@ -134,15 +131,15 @@ class World:
 
     def _advance(self, end_s: float) -> bool:
         """Moves time on to the next timer that anybody still waits for; False when there is none up to `end_s`."""
-        timers = self._timers
+        timers = self.timers
         while timers and timers[0][0] <= end_s:
-            when_s, _, callback = heapq.heappop(timers)
+            when_s, _, callback = heappop(timers)
             if callback.is_cancelled or callback.process.is_dead:
                 continue
             self.now_s = max(self.now_s, when_s)
             self._ready.append(callback)
             while timers and timers[0][0] <= when_s:
-                self._ready.append(heapq.heappop(timers)[2])
+                self._ready.append(heappop(timers)[2])
             return True
         return False
 
@@ -273,7 +270,11 @@ class Process:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        return self.call_at(self.world.now_s + delay, callback, *args, context=context)
+        # As `call_at`, which half of the timers would need one more call for.
+        world = self.world
+        made = Callback(self, world.now_s + delay, callback, args, context)
+        heappush(world.timers, (made.when_s, next(world.timer_numbers), made))
+        return made  # type: ignore[return-value]  # as above
 
     def call_at(
         self,
@@ -282,8 +283,9 @@ class Process:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
+        world = self.world
         made = Callback(self, when, callback, args, context)
-        self.world.add_timer(made)
+        heappush(world.timers, (when, next(world.timer_numbers), made))
         return made  # type: ignore[return-value]  # as above
 
     def run_in_executor(

@@ -74,8 +74,9 @@ class _Memory:
     def find(self, address: int) -> tuple[int, int] | None:
         """Rank and cell of an address, None for one outside of all arenas."""
         for rank, base_address in enumerate(self.base_addresses):
-            if 0 <= address - base_address < self.plan.num_arena_bytes:
-                return rank, (address - base_address) // _CELL_BYTES
+            cell = (address - base_address) // _CELL_BYTES
+            if 0 <= cell < len(self.owner):
+                return rank, cell
         return None
 
 

@@ -66,7 +66,8 @@ class Network:
         self._dice = dice
         self._extra_latency_s = extra_latency_s
         self._listeners: dict[str, _Listener] = {}
-        self._blocked: set[tuple[str, str]] = set()
+        # Ways on which nothing gets through.
+        self.blocked: set[_Way] = set()
         self._slow_s: dict[str, float] = {}
         self._draws: dict[_Way, Callable[[], float]] = {}
         self._ends: list[_End] = []
@@ -82,12 +83,12 @@ class Network:
 
     def block(self, source: str, target: str) -> None:
         """Nothing gets from one process to the other until `unblock`; the way back stays as it is."""
-        self._blocked.add((source, target))
+        self.blocked.add((source, target))
         for end in self._ends_between(source, target):
             end.watch()
 
     def unblock(self, source: str, target: str) -> None:
-        self._blocked.discard((source, target))
+        self.blocked.discard((source, target))
         for end in self._ends_between(source, target):
             if end.process.name == source:
                 end.flush()
@@ -112,12 +113,9 @@ class Network:
 
     # For the ends.
 
-    def is_blocked(self, way: _Way) -> bool:
-        return way in self._blocked
-
     def is_unresponsive(self, here: Process, peer: Process) -> bool:
         """Whether `here` gets no answer to a ping of `peer`."""
-        return peer.is_stopped or self.is_blocked((here.name, peer.name)) or self.is_blocked((peer.name, here.name))
+        return peer.is_stopped or (here.name, peer.name) in self.blocked or (peer.name, here.name) in self.blocked
 
     def is_listening(self, name: str) -> bool:
         """Whether a process of that host takes connections."""
@@ -156,7 +154,7 @@ class Network:
             process.call_later(self.latency_s((process.name, process.name)), on_end, "connection refused")
             return
         way = (process.name, listener.process.name)
-        if self.is_blocked(way) or self.is_blocked(way[::-1]):
+        if way in self.blocked or way[::-1] in self.blocked:
             return  # the packets are lost; the caller's connect timeout ends it
         near, far = _End(self, process), _End(self, listener.process)
         near.join(far)
@@ -244,10 +242,18 @@ class _End:
         if not self.is_open:
             return
         network, method = self._network, self._method_of(frame)
+        source, target = self._way
         if network.tracer is not None:
-            network.tracer(*self._way, method, frame)
-        meddled = None if network.meddler is None else network.meddler(*self._way, method, frame)
-        delay_s = 0.0
+            network.tracer(source, target, method, frame)
+        meddled = None if network.meddler is None else network.meddler(source, target, method, frame)
+        if meddled is None and method != HANDOFF_METHOD:
+            self._transmit(frame)
+        else:
+            self._send_meddled(frame, method, meddled)
+
+    def _send_meddled(self, frame: Frame, method: str, meddled: Meddled | None) -> None:
+        """What something happens to, and what may come back."""
+        network, delay_s = self._network, 0.0
         if method == HANDOFF_METHOD and isinstance(frame, Data):
             # What opens a stream comes first, and on no other.
             is_first = frame.call_id not in self._started
@@ -320,32 +326,36 @@ class _End:
         return self._methods.get(frame.call_id, "")
 
     def _transmit(self, frame: Frame, delay_s: float = 0.0) -> None:
-        if self._network.is_blocked(self._way):
+        network, peer = self._network, self.peer
+        if self._way in network.blocked:
             self._stalled.append(frame)
             self.watch()
-        elif self.peer._has_vanished:
+        elif peer._has_vanished:
             # A machine that was started again knows nothing of the connection and says so.
-            if self._network.is_listening(self.peer.process.name):
-                self.process.call_later(self._network.latency_s(self._way), self.fail, _RESET)
+            if network.is_listening(peer.process.name):
+                self.process.call_later(network.latency_s(self._way), self.fail, _RESET)
             else:
                 self.watch()
         else:
-            if self.peer.process.is_stopped:
+            if peer.process.is_stopped:
                 self.watch()
             self._deliver_later(frame, delay_s)
 
     def _tell_peer(self, reason: str) -> None:
-        if self._network.is_blocked(self._way):
+        if self._way in self._network.blocked:
             self._stalled.append(_Broken(reason))
             self.peer.watch()
         else:
             self._deliver_later(_Broken(reason), 0.0)
 
     def _deliver_later(self, item: Frame | _Connected | _Broken, delay_s: float) -> None:
-        process = self.process
+        peer = self.peer
+        process = peer.process
         at_s = process.world.now_s + self._network.latency_s(self._way) + delay_s
-        self._last_delivery_s = at_s = max(at_s, self._last_delivery_s)
-        self.peer.process.call_at(at_s, self.peer.take, item)
+        if at_s < self._last_delivery_s:
+            at_s = self._last_delivery_s
+        self._last_delivery_s = at_s
+        process.call_at(at_s, peer.take, item)
 
     def take(self, item: Frame | _Connected | _Broken) -> None:
         if not self.is_open:

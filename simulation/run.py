@@ -31,7 +31,7 @@ from simulation.network import HANDOFF_METHOD, Network
 from simulation.operations import Operator
 from simulation.plane import DataNetwork
 from simulation.scenario import BEGIN_S, ROUTER, Request, Scenario
-from simulation.streams import StreamWatch
+from simulation.streams import GENERATES, StreamWatch
 from simulation.tenants import ROOMY, credentials_of
 from simulation.transcript import MessageTeller
 
@@ -311,10 +311,13 @@ class _Simulation:
     # What is watched.
 
     def _trace(self, source: str, target: str, method: str, frame: Frame) -> None:
-        self.streams.on_frame(source, target, method, frame)
-        self.calls.on_frame(source, target, method, frame)
-        if method != HANDOFF_METHOD or not isinstance(frame, Data):
-            return
+        if method in GENERATES:
+            self.streams.on_frame(source, target, frame)
+            self.calls.on_frame(source, target, method, frame)
+        elif method == HANDOFF_METHOD and isinstance(frame, Data):
+            self._watch_handoff(source, target, frame)
+
+    def _watch_handoff(self, source: str, target: str, frame: Data) -> None:
         is_request = source in self.scenario.decode_names
         if is_request:
             self._watch_grant(source, target, frame.data)

@@ -8,13 +8,14 @@ from node_runtime.rpc.loopback_wire import Data, EndCall, Frame
 from simulation.findings import Journal
 from simulation.hosts import Host
 
-_GENERATES = ("/pdmesh.v1.Decode/Generate", "/pdmesh.v1.Inference/Generate")
+GENERATES = frozenset(("/pdmesh.v1.Decode/Generate", "/pdmesh.v1.Inference/Generate"))
+"""The methods whose streams carry tokens."""
 # Every role's default; the configurations of simulated nodes leave it alone.
 GRACE_S = 30.0
 
 
 class StreamWatch:
-    """Sees the frames of a network."""
+    """Sees the frames of a network that belong to `GENERATES`."""
 
     def __init__(self, hosts: Mapping[str, Host], journal: Journal) -> None:
         self._hosts = hosts
@@ -22,9 +23,9 @@ class StreamWatch:
         # Calls on which something has come, by their client, its incarnation, their server, and their number there.
         self._begun: set[tuple[str, int, str, int]] = set()
 
-    def on_frame(self, source: str, target: str, method: str, frame: Frame) -> None:
+    def on_frame(self, source: str, target: str, frame: Frame) -> None:
         """A frame goes from `source` to `target`."""
-        if method not in _GENERATES or not isinstance(frame, Data | EndCall):
+        if not isinstance(frame, Data | EndCall):
             return
         client, server = self._hosts.get(target), self._hosts[source]
         key = (target, 0 if client is None else client.num_boots, source, frame.call_id)
