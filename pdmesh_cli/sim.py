@@ -43,6 +43,7 @@ def simulate_mesh(
         max_failures=max_failures,
         say=typer.echo,
     )
+    typer.echo(tally.describe_seen())
     typer.echo(str(tally))
     if tally.failed_seeds:
         typer.echo(f"findings with seeds {', '.join(map(str, tally.failed_seeds))}", err=True)

@@ -2,13 +2,15 @@
 whether it lets tenants have what is theirs, and no more.
 
 Seen from the network, so it knows neither retries nor hedges, only whether the router may make a second call beside a
-first one. Calls to nodes that a fault concerns are not judged: their connections break without a frame.
+first one. Calls to nodes that a fault concerns are not judged: their connections break without a frame. It counts what
+moves: streams that go on elsewhere, and calls that follow one which the router gave up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pdmesh.v1 import decode_pb2, inference_pb2
 
@@ -17,20 +19,26 @@ from simulation.findings import Journal
 from simulation.tenants import LIMITS, tenant_of
 
 _ASK, _GENERATE = "/pdmesh.v1.Inference/Generate", "/pdmesh.v1.Decode/Generate"
+_Key: TypeAlias = tuple[str, int]
+"""A call of the router: its node, and its number there."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`calls` are the open ones by node and number, each with the number of its sample, in the order in which they were
+    """`calls` are the open ones that are judged, each with the number of its sample, in the order in which they were
     made.
     """
 
     name: str
     tenant: str
     num_samples: int
-    calls: dict[tuple[str, int], int] = field(default_factory=dict)
+    calls: dict[_Key, int] = field(default_factory=dict)
+    # By sample, judged or not.
+    open_calls: dict[int, set[_Key]] = field(default_factory=dict)
     # Samples that two calls were open for at once.
     hedged: set[int] = field(default_factory=set)
+    # Samples whose last call the router gave up.
+    given_up: set[int] = field(default_factory=set)
     # Of the same tenant, and live at some time while this one was.
     rivals: list[_Request] = field(default_factory=list)
     is_admitted: bool = False
@@ -47,7 +55,7 @@ class CallWatch:
         # By the client's process and the number of its call, by name, and by node and number of the router's call.
         self._asked: dict[tuple[str, int], _Request] = {}
         self._named: dict[str, _Request] = {}
-        self._made: dict[tuple[str, int], _Request] = {}
+        self._made: dict[_Key, tuple[_Request, int]] = {}
 
     def on_frame(self, source: str, target: str, method: str, frame: Frame) -> None:
         """A frame goes from `source` to `target`."""
@@ -105,21 +113,34 @@ class CallWatch:
 
     def _on_call(self, source: str, target: str, frame: Frame) -> None:
         if isinstance(frame, OpenCall):
-            attempt = decode_pb2.DecodeRequest.FromString(frame.data or b"").request_id
-            name, _, sample = attempt.partition("~")[0].partition("+")
-            request = self._named[name]
-            if not request.is_admitted:
-                self._admit(request)
-            if target not in self._touched:
-                self._begin(request, target, frame.call_id, int(sample or 0))
+            self._on_made(target, frame)
         elif isinstance(frame, CancelCall):
-            self._end(target, frame.call_id, is_given_up=True)
+            self._end((target, frame.call_id), is_given_up=True)
         elif isinstance(frame, EndCall):
-            self._end(source, frame.call_id, is_given_up=False)
+            self._end((source, frame.call_id), is_given_up=False)
 
-    def _begin(self, request: _Request, node: str, call_id: int, sample: int) -> None:
-        request.calls[node, call_id] = sample
-        self._made[node, call_id] = request
+    def _on_made(self, node: str, frame: OpenCall) -> None:
+        message = decode_pb2.DecodeRequest.FromString(frame.data or b"")
+        name, _, text = message.request_id.partition("~")[0].partition("+")
+        request, sample, key = self._named[name], int(text or 0), (node, frame.call_id)
+        if not request.is_admitted:
+            self._admit(request)
+        if message.num_output_tokens:
+            self._journal.count("continuation")
+        if sample in request.given_up:
+            request.given_up.remove(sample)
+            self._journal.count("move on silence")
+        self._made[key] = (request, sample)
+        open_calls = request.open_calls.setdefault(sample, set())
+        if self._max_calls == 1:
+            # The one before this has failed, by a connection that broke without a frame if not otherwise.
+            open_calls.clear()
+        open_calls.add(key)
+        if node not in self._touched:
+            self._begin(request, key, sample)
+
+    def _begin(self, request: _Request, key: _Key, sample: int) -> None:
+        request.calls[key] = sample
         num_calls = sum(other == sample for other in request.calls.values())
         if num_calls > self._max_calls:
             self._journal.find("many calls", f"{num_calls} calls at once for sample {sample} of {request.name}")
@@ -127,13 +148,19 @@ class CallWatch:
             request.hedged.add(sample)
             self._journal.count("hedge")
 
-    def _end(self, node: str, call_id: int, *, is_given_up: bool) -> None:
-        request = self._made.pop((node, call_id), None)
-        if request is None:
+    def _end(self, key: _Key, *, is_given_up: bool) -> None:
+        made = self._made.pop(key, None)
+        if made is None:
             return
-        sample = request.calls[node, call_id]
-        is_first = next(key for key, other in request.calls.items() if other == sample) == (node, call_id)
-        del request.calls[node, call_id]
+        request, sample = made
+        open_calls = request.open_calls[sample]
+        open_calls.discard(key)
+        if is_given_up and not open_calls:
+            request.given_up.add(sample)
+        if key not in request.calls:
+            return
+        is_first = next(each for each, other in request.calls.items() if other == sample) == key
+        del request.calls[key]
         if sample in request.hedged:
             request.hedged.remove(sample)
             if is_given_up:

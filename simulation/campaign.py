@@ -16,7 +16,9 @@ from simulation.run import Outcome, simulate
 
 # Seeds that one worker takes at a time.
 _CHUNK_SEEDS = 4
+_SEEDS_PER_FULL_COLLECTION = 64
 _LINES_BEHIND_FINDING = 8
+_NAME_CHARS = 30
 
 
 @dataclass(slots=True)
@@ -26,11 +28,16 @@ class Tally:
     num_runs: int = 0
     elapsed_s: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
+    # What happened, by name: how often, and in how many runs.
+    seen: Counter[str] = field(default_factory=Counter)
+    seen_in_runs: Counter[str] = field(default_factory=Counter)
     failed_seeds: list[int] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         self.num_runs += 1
         self.statuses.update(outcome.statuses)
+        self.seen.update(outcome.seen)
+        self.seen_in_runs.update(outcome.seen.keys())
         if outcome.findings:
             self.failed_seeds.append(outcome.scenario.seed)
 
@@ -39,6 +46,14 @@ class Tally:
         rate = self.num_runs / self.elapsed_s * 60 if self.elapsed_s else 0.0
         failed = len(self.failed_seeds)
         return f"{self.num_runs} runs, {failed} with findings, {rate:,.0f} runs a minute; requests ended in: {ends}"
+
+    def describe_seen(self) -> str:
+        """A table of what happened: a simulator that gets nowhere finds nothing. The most frequent first."""
+        rows = (
+            f"{name:<{_NAME_CHARS}}{self.seen[name]:>10,}{num_runs / self.num_runs:>9.1%}"
+            for name, num_runs in sorted(self.seen_in_runs.items(), key=lambda item: (-item[1], item[0]))
+        )
+        return "\n".join((f"{'what happened':<{_NAME_CHARS}}{'times':>10}{'runs':>9}", *rows))
 
 
 def run_seed(seed: int) -> Outcome:
@@ -71,7 +86,8 @@ def _collect_by_hand() -> None:
 def _run_and_collect(seed: int) -> Outcome:
     """What a run leaves behind is looked at while it still lies in the processor's cache."""
     outcome = run_seed(seed)
-    gc.collect()
+    # The youngest generation is all that a run has made; what outlives it is looked at now and then.
+    gc.collect(2 if seed % _SEEDS_PER_FULL_COLLECTION == 0 else 0)
     return outcome
 
 

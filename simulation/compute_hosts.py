@@ -286,7 +286,7 @@ class _Gauges(SchedulerWatch):
     @override
     def on_clear(self, *, was_cleared: bool, before: Capacity, after: Capacity) -> None:
         if was_cleared:
-            self._journal.count(f"{self._host.name} cleared")
+            self._host.num_clears += 1
         if was_cleared and after.empty_lcm_blocks != after.total_lcm_blocks:
             num_held = after.total_lcm_blocks - after.empty_lcm_blocks
             self._journal.find(

@@ -22,6 +22,7 @@ from simulation.faults import (
     RollingRestart,
     Slow,
     Stop,
+    name_of,
 )
 from simulation.hosts import Host, Surroundings
 from simulation.meddling import MeddlingPlan
@@ -62,6 +63,7 @@ class Director:
     def _begin(self, fault: Fault) -> None:
         around, later = self._around, self._around.director.call_later
         around.journal.note("FAULT", lambda: str(fault))
+        around.journal.count(f"fault: {name_of(fault)}")
         match fault:
             case Kill():
                 self._hosts[fault.host].kill(silently=fault.silently)

@@ -256,3 +256,12 @@ def end_of(fault: Fault) -> float:
             return fault.at_s + fault.for_s
         case KillRank() | Drain() | RollingRestart() | ClearCache() | MeddleWith() | LoseRun() | FlipBit():
             return fault.at_s
+
+
+def name_of(fault: Fault) -> str:
+    """What kind of fault it is, in a word or two."""
+    match fault:
+        case MeddleWith():
+            return f"message: {fault.kind.value}"
+        case _:
+            return "".join(f" {char.lower()}" if char.isupper() else char for char in type(fault).__name__).lstrip()

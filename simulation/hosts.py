@@ -56,6 +56,8 @@ class Host(ABC):
         self.past: list[Process] = []
         self.slowness = 1.0
         self.num_boots = 0
+        # How often a node here has dropped its prefix cache.
+        self.num_clears = 0
         # Since when the process that runs now is leaving.
         self.leaves_since_s: float | None = None
         # Somebody will ask the process that runs now to leave; None: it is not started again by itself.

@@ -105,7 +105,7 @@ class Operator:
     async def _clear(self, name: str) -> None:
         channel = self._channels[name]
         stub = channel.stub(mesh_pb2_grpc.NodeStub)
-        num_clears = self._journal.seen[f"{name} cleared"]
+        num_clears = self._hosts[name].num_clears
         status = "OK"
         try:
             await channel.unary(stub.ClearCache, mesh_pb2.ClearCacheRequest(), timeout_s=_CALL_TIMEOUT_S)
@@ -113,7 +113,7 @@ class Operator:
             status = status_of(error).name
         self._journal.note("operator", lambda: f"clearing the cache of {name} ends in {status}")
         self._journal.count(f"clear {status}")
-        if status == "OK" and self._journal.seen[f"{name} cleared"] == num_clears:
+        if status == "OK" and self._hosts[name].num_clears == num_clears:
             self._journal.find("clear", f"{name} says that its cache is cleared, and nothing was")
         if status not in ("OK", "FAILED_PRECONDITION", "UNAVAILABLE", "DEADLINE_EXCEEDED"):
             self._journal.find("clear", f"clearing the cache of {name} ends in {status}")

@@ -7,7 +7,7 @@ from sim.planted import free_on_cancel, send_no_states
 from typer.testing import CliRunner
 
 from pdmesh_cli.main import app
-from simulation.campaign import explain, run_campaign, run_seed
+from simulation.campaign import Tally, explain, run_campaign, run_seed
 from simulation.drawing import draw_scenario
 from simulation.minimise import minimise
 
@@ -50,9 +50,22 @@ def test_a_campaign_stops_when_its_time_is_over() -> None:
     assert tally.num_runs == 5
 
 
+def test_a_campaign_tells_what_happened_how_often_and_in_how_many_runs() -> None:
+    tally = Tally()
+    for seed in (4, 11):
+        tally.add(run_seed(seed))
+    table = {line[:30].strip(): line[30:].split() for line in tally.describe_seen().splitlines()}
+    assert table["what happened"] == ["times", "runs"]
+    for name, num_times in tally.seen.items():
+        share = {1: "50.0%", 2: "100.0%"}[tally.seen_in_runs[name]]
+        assert table[name] == [str(num_times), share]
+    assert any(name.startswith("fault: ") for name in table)
+
+
 def test_the_command_fails_on_a_finding_and_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = CliRunner().invoke(app, ["sim", "--seed", "0", "--runs", "2"])
     assert (calm.exit_code, "2 runs, 0 with findings" in calm.stdout) == (0, True)
+    assert "what happened" in calm.stdout
     told = CliRunner().invoke(app, ["sim", "--seed", "0", "--transcript"])
     assert (told.exit_code, "all faults are over" in told.stdout) == (0, True)
     send_no_states(monkeypatch)
