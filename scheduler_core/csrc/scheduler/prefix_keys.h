@@ -5,10 +5,16 @@
 // coordinator knows.
 //
 // Only the grains that changed since the last drain are asked for, and nothing is counted, so that nothing
-// can drift. Owned by the scheduler, if it is to keep track; otherwise nothing of this exists.
+// can drift. Where windows reach into the grains before one, those behind a change are asked for as well; for
+// that each cached grain is remembered with the one before it. Owned by the scheduler, if it is to keep
+// track; otherwise nothing of this exists.
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <set>
+#include <span>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -30,12 +36,16 @@ struct PrefixKeyChanges {
 class PrefixKeys final : public ResidencyObserver {
  public:
   // Observes `coordinator`, which outlives it and in which nothing is cached yet.
-  explicit PrefixKeys(CacheCoordinator& coordinator);
+  PrefixKeys(CacheCoordinator& coordinator, std::int32_t prefix_granularity);
   PrefixKeys(const PrefixKeys&) = delete;
   PrefixKeys& operator=(const PrefixKeys&) = delete;
 
   void OnPublished(const CacheKey& key, std::int64_t depth_tokens) override;
   void OnEvicted(const CacheKey& key) override;
+
+  // Tells what a request has of a chain, from its front, some grains of which may have been published. Until
+  // then nothing that a window reads there is announced.
+  void Describe(std::span<const Digest> digests);
 
   // The cache was emptied on purpose.
   void OnCleared();
@@ -49,9 +59,24 @@ class PrefixKeys final : public ResidencyObserver {
   };
   using DigestSet = std::unordered_set<Digest, DigestHash>;
 
+  struct Published {
+    Digest digest;
+    std::int32_t grain;
+  };
+
   void NoteTouched(const Digest& digest);
+  bool IsResident(const Digest& digest) const;
+  void Link(const Digest& digest, const std::optional<Digest>& parent);
+  void Unlink(const Digest& digest);
+  std::vector<Digest> WithThoseBehind(std::vector<Digest> digests) const;
 
   const CacheCoordinator& coordinator_;
+  std::int32_t prefix_granularity_;
+  std::int64_t num_lookback_grains_;
+  // Nothing is kept here where windows end in their own grain.
+  std::vector<Published> undescribed_;
+  std::unordered_map<Digest, std::optional<Digest>, DigestHash> parent_of_;  // none: the first of a prompt
+  std::unordered_map<Digest, std::set<Digest>, DigestHash> children_of_;
   std::vector<Digest> touched_;  // since the last drain, in order
   DigestSet touched_set_;
   DigestSet announced_;

@@ -275,7 +275,7 @@ void Scheduler::TrackPrefixKeys() {
   if (num_submitted_ > 0) {
     throw ContractError("prefix keys cannot be tracked from the middle: a request was submitted before");
   }
-  prefix_keys_.emplace(coordinator_);
+  prefix_keys_.emplace(coordinator_, config_.prefix_granularity);
 }
 
 PrefixKeyChanges Scheduler::DrainPrefixKeys() {

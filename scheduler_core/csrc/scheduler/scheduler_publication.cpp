@@ -31,6 +31,9 @@ void Scheduler::NoteRestored(Request& request, const PrefixProbe& probe) {
 }
 
 void Scheduler::DescribePublished(Request& request) {
+  if (prefix_keys_) {
+    prefix_keys_->Describe(request.chain.digests());
+  }
   if (!prefix_events_) {
     return;
   }

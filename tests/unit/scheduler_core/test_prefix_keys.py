@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import scheduler_core as sc
 
-from .builders import Runtime, full_group, scheduler_config, spec, state_group
+from .builders import Runtime, full_group, scheduler_config, sliding_group, spec, state_group
 
 
 def tracking(**changes: object) -> sc.Scheduler:
@@ -70,6 +71,49 @@ def test_beside_a_state_group_only_boundaries_with_a_snapshot_count() -> None:
     scheduler = tracking(cache_groups=[full_group(), state_group()], num_lcm_blocks=32, token_budget=8)
     serve(scheduler, spec("a", 26, max_new_tokens=1))
     assert scheduler.drain_prefix_keys().stored == [keys_of(26)[5]]
+
+
+def test_beside_a_window_only_boundaries_that_it_is_cached_before_count() -> None:
+    """The window reaches two blocks back. A prompt leaves those before its end, so no hit can end one earlier."""
+    scheduler = tracking(cache_groups=[full_group(), sliding_group(window_tokens=9)], num_lcm_blocks=32)
+    serve(scheduler, spec("a", 26, max_new_tokens=1))
+    assert scheduler.drain_prefix_keys().stored == [keys_of(26)[5]]
+    # The next one hits there, and leaves the grain behind it as well.
+    serve(scheduler, spec("b", 30, max_new_tokens=1))
+    assert scheduler.drain_prefix_keys().stored == [keys_of(30)[6]]
+
+
+@pytest.mark.parametrize("window_tokens", [2, 5, 6, 9, 14])
+@pytest.mark.parametrize("block_granularity", [2, 4])
+def test_what_was_told_is_what_a_prompt_would_hit(window_tokens: int, block_granularity: int) -> None:
+    """Prompts that share beginnings, in a pool that holds few of them."""
+    group = sliding_group(window_tokens=window_tokens, block_granularity=block_granularity)
+    scheduler = tracking(
+        cache_groups=[full_group(), group], num_lcm_blocks=36, token_budget=12, max_batch_size=4, role=sc.Role.FUSED
+    )
+    draw = random.Random(window_tokens * 10 + block_granularity)
+    told, num_told, num_removed, num_hits = set[int](), 0, 0, 0
+    prompts = [[0] * draw.randrange(5, 14) + [number] * draw.randrange(1, 20) for number in range(12)]
+    prompts += [[*prompt[: draw.randrange(5, len(prompt))], 50 + number] for number, prompt in enumerate(prompts)]
+    for turn in range(60):
+        serve(scheduler, spec(f"{turn}", draw.choice(prompts), max_new_tokens=draw.randrange(1, 6)))
+        changes = scheduler.drain_prefix_keys()
+        assert not told & {*changes.stored}
+        assert told >= {*changes.removed}
+        told = told - {*changes.removed} | {*changes.stored}
+        num_told += len(changes.stored)
+        num_removed += len(changes.removed)
+        for prompt in prompts:
+            # The last token of a prompt is always computed.
+            keys = keys_of(prompt[:-1])
+            depth = max((depth for depth, key in enumerate(keys, start=1) if key in told), default=0)
+            assert scheduler.find_cached_tokens(np.array(prompt, dtype=np.int32), []) == 4 * depth
+            num_hits += depth > 0
+    assert num_told > 40
+    assert num_removed > 20
+    assert num_hits > 100
+    assert scheduler.clear_cache()
+    assert scheduler.drain_prefix_keys().is_cleared
 
 
 def test_a_clear_supersedes_what_was_told() -> None:

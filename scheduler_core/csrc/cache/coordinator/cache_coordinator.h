@@ -174,8 +174,15 @@ class CacheCoordinator {
   void Step(std::span<BlockTable> tables, std::int64_t num_computed_tokens, std::int64_t num_tokens,
             std::vector<std::vector<std::int32_t>>& fresh_ids);
 
-  // Whether every group that is matched has published the blocks of one grain that a hit at its end reads.
-  bool IsResident(const Digest& digest) const;
+  // Grains before one that may matter to a hit at its end: windows reach back so far at most.
+  std::int64_t num_lookback_grains() const;
+  // Whether every group that is matched has published the blocks of these grains that a hit at the end of the
+  // last one reads. `tail`: that grain behind the num_lookback_grains() before it, or all there are; of
+  // fewer, what lies before them counts as there.
+  bool IsResident(std::span<const Digest> tail) const;
+  bool IsResident(const Digest& digest) const { return IsResident({&digest, 1}); }
+  // Whether any group has published any block of one grain.
+  bool HasBlockOf(const Digest& digest) const;
   // Tells `observer` about all entries that come and go from now on.
   void AddResidencyObserver(ResidencyObserver* observer);
   // Whether every closed group has published one grain. No hit reaches beyond a grain that one of them lacks.

@@ -69,19 +69,41 @@ bool CacheCoordinator::HasClosedGrain(std::span<const Digest> digests, std::int3
       });
 }
 
-bool CacheCoordinator::IsResident(const Digest& digest) const {
+std::int64_t CacheCoordinator::num_lookback_grains() const {
+  std::int64_t num_grains = 0;
+  for (const std::unique_ptr<CacheGroup>& group : groups_) {
+    num_grains = std::max(num_grains, group->spec.is_replayable ? 0 : group->num_lookback_grains());
+  }
+  return num_grains;
+}
+
+// From the right: what is not cached mostly lacks its last block.
+bool CacheCoordinator::IsResident(std::span<const Digest> tail) const {
   return std::all_of(groups_.begin(), groups_.end(), [&](const std::unique_ptr<CacheGroup>& group) {
     if (group->spec.is_replayable) {
       return true;
     }
-    const std::int32_t slots_per_grain = group->keys.slots_per_grain;
-    for (std::int32_t slot = slots_per_grain - group->num_hit_slots_per_grain(); slot < slots_per_grain;
-         ++slot) {
-      if (group->index.Find(group->keys.KeyOf({&digest, 1}, slot)) == nullptr) {
+    const std::int64_t slots_per_grain = group->keys.slots_per_grain;
+    const std::int64_t end = static_cast<std::int64_t>(tail.size()) * slots_per_grain;
+    const std::int64_t num_read =
+        group->is_closed() ? slots_per_grain : std::min(end, group->geometry.num_lookback_blocks());
+    for (std::int64_t slot = end - 1; slot >= end - num_read; --slot) {
+      if (group->index.Find(group->keys.KeyOf(tail, slot)) == nullptr) {
         return false;
       }
     }
     return true;
+  });
+}
+
+bool CacheCoordinator::HasBlockOf(const Digest& digest) const {
+  return std::any_of(groups_.begin(), groups_.end(), [&](const std::unique_ptr<CacheGroup>& group) {
+    for (std::int64_t slot = 0; slot < group->keys.slots_per_grain; ++slot) {
+      if (group->index.Find(group->keys.KeyOf({&digest, 1}, slot)) != nullptr) {
+        return true;
+      }
+    }
+    return false;
   });
 }
 

@@ -42,11 +42,10 @@ struct CacheGroup {
   std::int64_t FirstLandingSlot(std::int64_t hit_tokens, std::int64_t num_prompt_tokens) const {
     return std::max(NumHitSlots(hit_tokens), geometry.ExpiredBlocksAt(num_prompt_tokens));
   }
-  // Of the blocks of one grain those that a hit at its end reads, the last ones.
-  std::int32_t num_hit_slots_per_grain() const {
-    return is_closed() ? keys.slots_per_grain
-                       : static_cast<std::int32_t>(
-                             std::min<std::int64_t>(geometry.num_lookback_blocks(), keys.slots_per_grain));
+  // Grains before one whose blocks a hit at its end reads as well; a closed group has them if it has that
+  // one.
+  std::int64_t num_lookback_grains() const {
+    return std::max<std::int64_t>(1, CeilDiv(geometry.num_lookback_blocks(), keys.slots_per_grain)) - 1;
   }
   GroupHits Match(std::span<const Digest> digests, std::int64_t num_grains) const {
     return is_closed() ? FullAttentionMatcher::Match(index, keys, digests, num_grains)
