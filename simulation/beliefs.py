@@ -13,7 +13,7 @@ import numpy as np
 from router_node.observations import Observations
 from router_node.prompt_prefixes import PromptPrefixes
 from simulation.compute_hosts import ComputeHost
-from simulation.model import PREFIX_GRANULARITY, ModelKind
+from simulation.model import PREFIX_GRANULARITY
 from simulation.scenario import Request
 from simulation.tenants import extra_keys_of
 
@@ -36,9 +36,7 @@ def misbeliefs(
                 continue
             believed = depths.get(host.address, 0) * PREFIX_GRANULARITY
             cached = host.scheduler.find_cached_tokens(tokens, extra_keys) if is_told else 0
-            # Of a window that begins before a grain, only the grain's own part is told.
-            is_hint = host.settings.kind is ModelKind.SLIDING and believed > cached
-            if believed != cached and not (is_hint and is_told):
+            if believed != cached:
                 wrong.append(
                     f"the router takes {believed} tokens of {request.request_id} for cached on {host.name}, where "
                     f"{cached} are"
