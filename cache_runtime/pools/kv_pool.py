@@ -31,3 +31,11 @@ class KvPool:
     def v_buffer(self, layer: int) -> torch.Tensor:
         """Values of a layer, shaped and indexed like `k_buffer`."""
         return self._values(layer)
+
+    def k_pages(self, layer: int, page_tokens: int) -> torch.Tensor:
+        """[num_pages, page_tokens, num_kv_heads, head_dim]: `k_buffer` by kernel pages of so many tokens."""
+        return self._keys.pages(layer, page_tokens)
+
+    def v_pages(self, layer: int, page_tokens: int) -> torch.Tensor:
+        """`v_buffer` likewise."""
+        return self._values.pages(layer, page_tokens)

@@ -20,12 +20,20 @@ class LayerRows:
     def __init__(self, arena: CacheArena, layers: Sequence[int], name: str) -> None:
         self._name = name
         self._rows = {layer: _rows(arena, layer_field_id(layer, name)) for layer in layers}
+        self._pages: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, layer: int) -> torch.Tensor:
         """[num_rows, *row_shape] of a layer. Raises UnknownFieldError for a layer that is not in the pool."""
         if layer not in self._rows:
             raise UnknownFieldError(f'layer {layer} has no "{self._name}" in this pool (layers: {sorted(self._rows)})')
         return self._rows[layer]
+
+    def pages(self, layer: int, page_tokens: int) -> torch.Tensor:
+        """[num_pages, page_tokens, *row_shape]: the same rows. Made once: a forward asks for every layer's."""
+        pages = self._pages.get((layer, page_tokens))
+        if pages is None:
+            pages = self._pages[layer, page_tokens] = self(layer).unflatten(0, (-1, page_tokens))
+        return pages
 
 
 def _rows(arena: CacheArena, field_id: str) -> torch.Tensor:

@@ -68,6 +68,11 @@ class Kernels(Protocol):
         Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
         """
 
+    def add_rms_norm(
+        self, addend: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor
+    ) -> None:
+        """Adds `addend`[rows, width] to `total` and writes `output` = what `rms_norm` makes of the sums, to the bit."""
+
     def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`[rows, width] = silu(gate) * up, where `input`[rows, 2 * width] is gate and up side by side.
 
@@ -88,6 +93,25 @@ class Kernels(Protocol):
         """Writes `output` = `input`[rows, num_heads * head_dim], dimension i of each head turned with i + head_dim / 2.
 
         `cosines`, `sines`: float32[rows, head_dim / 2]. Source: Su et al. 2021, "RoFormer", half-split as in Llama.
+        """
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        locations: torch.Tensor,
+        key_rows: torch.Tensor,
+        value_rows: torch.Tensor,
+    ) -> None:
+        """Turns each token's query and key heads in place and leaves its keys and values in the cache.
+
+        `heads`: float32[num_tokens, num_heads + 2 * num_kv_heads, head_dim], those of query, key and value in this
+        order, the heads of a token contiguous. `cosines`, `sines`: float32[num_tokens, half]; dimension i of a head
+        turns with i + half, as in `rotate`, those from 2 * half on do not. `key_rows`, `value_rows`:
+        float32[num_locations, num_kv_heads, head_dim], rows contiguous. `locations`: int64[num_tokens], -1 for a token
+        that is not stored; no two tokens have one place, except where nobody reads. Raises ValueError, before anything
+        is written, when shapes contradict each other or a location is outside the cache.
         """
 
     def attend(

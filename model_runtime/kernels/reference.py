@@ -74,6 +74,12 @@ class ReferenceKernels:
         mean_square = input.double().square().mean(-1, keepdim=True)
         output.copy_(input * torch.rsqrt(mean_square + eps) * weight)
 
+    def add_rms_norm(
+        self, addend: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor
+    ) -> None:
+        total.add_(addend)
+        self.rms_norm(total, weight, eps, output)
+
     def silu_multiply(self, input: torch.Tensor, output: torch.Tensor) -> None:
         gate, up = input.double().chunk(2, dim=-1)
         output.copy_(silu(gate) * up)
@@ -92,6 +98,24 @@ class ReferenceKernels:
         cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
         turned = torch.stack((first * cosines - second * sines, second * cosines + first * sines), dim=2)
         output.copy_(turned.flatten(1))
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        locations: torch.Tensor,
+        key_rows: torch.Tensor,
+        value_rows: torch.Tensor,
+    ) -> None:
+        num_kv_heads = key_rows.shape[1]
+        turning = heads[:, :-num_kv_heads, : 2 * cosines.shape[1]]
+        turned = torch.empty_like(turning, memory_format=torch.contiguous_format)
+        self.rotate(turning.flatten(1), cosines, sines, turned.flatten(1))
+        turning.copy_(turned)
+        held = locations != -1
+        self.store_rows(heads[held, -2 * num_kv_heads : -num_kv_heads], locations[held], key_rows)
+        self.store_rows(heads[held, -num_kv_heads:], locations[held], value_rows)
 
     def attend(
         self,

@@ -12,6 +12,7 @@ from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layers.cached_rows import attend_rows, store_rows
+from model_runtime.layers.rotary import Angles
 
 
 def declare_attention(layer: int, config: ModelConfig) -> PagedAttention:
@@ -33,7 +34,6 @@ class CachedAttention:
     def __init__(self, layer: int, config: ModelConfig, num_kv_heads: int) -> None:
         self.declaration = declare_attention(layer, config)
         self._num_kv_heads = num_kv_heads
-        self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def __call__(
@@ -41,20 +41,36 @@ class CachedAttention:
     ) -> torch.Tensor:
         """query [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim] -> shaped like query."""
         layer, group_id = self.declaration.layer, self.declaration.group_id
-        key_rows, value_rows = context.pools.kv.k_buffer(layer), context.pools.kv.v_buffer(layer)
-        store_rows(key_rows, key, group_id, context)
-        store_rows(value_rows, value, group_id, context)
+        store_rows(context.pools.kv.k_buffer(layer), key, group_id, context)
+        store_rows(context.pools.kv.v_buffer(layer), value, group_id, context)
+        return self._attend(query, context)
+
+    def turning(self, heads: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
+        """Attention of query, key and value heads beside one another, the first two of which turn, in place.
+
+        `heads` [tokens, num_heads + 2 * num_kv_heads, head_dim] -> [tokens, num_heads, head_dim].
+        """
+        layer, group_id = self.declaration.layer, self.declaration.group_id
+        context.kernels.rotate_and_store(
+            heads,
+            angles.cosines,
+            angles.sines,
+            context.routed.write_locations(group_id),
+            context.pools.kv.k_buffer(layer),
+            context.pools.kv.v_buffer(layer),
+        )
+        return self._attend(heads[:, : -2 * self._num_kv_heads], context)
+
+    def _attend(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        layer, group_id = self.declaration.layer, self.declaration.group_id
         context.on_stored(layer)
         page_tokens = context.routed.kernel_page_size(group_id)
         return attend_rows(
             query,
-            self._pages(key_rows, page_tokens),
-            self._pages(value_rows, page_tokens),
+            context.pools.kv.k_pages(layer, page_tokens),
+            context.pools.kv.v_pages(layer, page_tokens),
             group_id,
             self._scale,
             self.declaration.window_left_tokens,
             context,
         )
-
-    def _pages(self, rows: torch.Tensor, page_tokens: int) -> torch.Tensor:
-        return rows.view(-1, page_tokens, self._num_kv_heads, self._head_dim)

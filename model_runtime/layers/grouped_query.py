@@ -13,7 +13,7 @@ from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.attention import CachedAttention
-from model_runtime.layers.rotary import Angles, rotate
+from model_runtime.layers.rotary import Angles
 from model_runtime.weights import Shape, TensorRows
 
 
@@ -48,19 +48,13 @@ class GroupedQueryAttention:
 
     def __init__(self, layer: int, prefix: str, builder: LayerBuilder) -> None:
         config = builder.config
-        self._kernels, self._head_dim = builder.kernels, config.head_dim
+        self._head_dim = config.head_dim
         self._qkv = builder.linear(*query_key_value_rows(prefix, builder))
         self._output = builder.heads_output(prefix + "o_proj.weight")  # [hidden, num_heads * head_dim]
-        self._num_heads = len(builder.heads(config.num_heads))
-        self._num_kv_heads = len(builder.heads(config.num_kv_heads))
-        self.cached = CachedAttention(layer, config, self._num_kv_heads)
+        self.cached = CachedAttention(layer, config, len(builder.heads(config.num_kv_heads)))
 
     def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
         heads = self._qkv(hidden)  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
         heads = heads.view(hidden.shape[0], -1, self._head_dim)  # [T, num_heads + 2 * num_kv_heads, head_dim]
-        rotated = rotate(heads[:, :num_rotated], angles, self._kernels)  # [T, num_heads + num_kv_heads, head_dim]
-        attended = self.cached(
-            rotated[:, : self._num_heads], rotated[:, self._num_heads :], heads[:, num_rotated:], context
-        )  # [T, num_heads, head_dim]
+        attended = self.cached.turning(heads, angles, context)  # [T, num_heads, head_dim]
         return self._output(attended.flatten(1))  # [T, hidden]

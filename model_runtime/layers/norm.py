@@ -20,3 +20,7 @@ class RmsNorm:
         output = torch.empty_like(hidden)
         self._kernels.rms_norm(hidden, self._weight, self._eps, output)
         return output
+
+    def of_sum(self, addend: torch.Tensor, total: torch.Tensor, output: torch.Tensor) -> None:
+        """Adds `addend` to `total` and writes to `output` what the sums give; float32[rows, width] each."""
+        self._kernels.add_rms_norm(addend, total, self._weight, self._eps, output)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from cache_runtime.layer_binding import CacheLayer
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
@@ -18,6 +16,7 @@ from model_runtime.layer_configs.mamba2 import Mamba2Config
 from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
 from model_runtime.layers.mamba2 import Mamba2, mamba2_shapes
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles
 from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape
@@ -66,13 +65,12 @@ class BambaLayer:
     def declarations(self) -> tuple[CacheLayer, ...]:
         return (self._mixer.cached.declaration,)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        normed = self._mixer_norm(hidden)  # [T, hidden]
-        mixed = (
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        normed = stream.normed(self._mixer_norm)  # [T, hidden]
+        stream.add(
             self._mixer(normed, context) if isinstance(self._mixer, Mamba2) else self._mixer(normed, angles, context)
         )
-        hidden = mixed.add_(hidden)  # [T, hidden]
-        return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
+        stream.add(self._mlp(stream.normed(self._mlp_norm)))
 
 
 class BambaModel(Decoder):

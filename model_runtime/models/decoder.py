@@ -15,6 +15,7 @@ from model_runtime.forward_batch import ForwardBatch
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles, RotaryTable
 
 
@@ -25,8 +26,8 @@ class DecoderBlock(Protocol):
     def declarations(self) -> tuple[CacheLayer, ...]:
         """One per cache group that the block deposits anything in."""
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        """Reads the stream and adds to it."""
 
 
 class Decoder:
@@ -48,8 +49,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's rows or states are left on the way."""
         angles = self._rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
+        stream = ResidualStream(self._embedding(batch.token_ids))
         for block in self._blocks:
-            hidden = block(hidden, angles, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+            block(stream, angles, context)
+        last = stream.normed(self._norm)[batch.logit_tokens]  # [L, hidden]
         return self._head(last)  # [L, vocab]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes, latent_of
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles
 from model_runtime.layers.sparse_index import SparseIndex, sparse_index_shapes
 from model_runtime.models.decoder import Decoder
@@ -65,9 +64,9 @@ class DeepseekLayer:
         of_rows = self._attention.declaration
         return (of_rows,) if self._index is None else (of_rows, self._index.declaration)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        hidden = self._attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
-        return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        stream.add(self._attention(stream.normed(self._attention_norm), angles, context))
+        stream.add(self._feed_forward(stream.normed(self._feed_forward_norm)))
 
 
 class DeepseekModel(Decoder):

@@ -19,6 +19,7 @@ from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.grouped_query import query_key_value_rows
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotate
 from model_runtime.weights import Shape
 
@@ -94,10 +95,10 @@ class Gemma3Layer:
         self.attention = Gemma3Attention(layer, builder)
         self._mlp = GatedMlp(prefix + "mlp.", builder, builder.kernels.gelu_tanh_multiply)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        attended = self.attention(self._before_attention(hidden), angles, context)  # [T, hidden]
-        hidden = self._after_attention(attended).add_(hidden)
-        return self._after_mlp(self._mlp(self._before_mlp(hidden))).add_(hidden)  # [T, hidden]
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        attended = self.attention(stream.normed(self._before_attention), angles, context)  # [T, hidden]
+        stream.add(self._after_attention(attended))
+        stream.add(self._after_mlp(self._mlp(stream.normed(self._before_mlp))))
 
 
 class Gemma3Model:
@@ -122,8 +123,8 @@ class Gemma3Model:
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's cache rows are written on the way."""
         full, sliding = self._full_rotary.at(batch.positions), self._sliding_rotary.at(batch.positions)
-        hidden = self._embedding(batch.token_ids).mul_(self._embedding_scale)  # [T, hidden]
+        stream = ResidualStream(self._embedding(batch.token_ids).mul_(self._embedding_scale))
         for layer, declaration in zip(self._layers, self.cache_layers, strict=True):
-            hidden = layer(hidden, full if declaration.window_left_tokens is None else sliding, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+            layer(stream, full if declaration.window_left_tokens is None else sliding, context)
+        last = stream.normed(self._norm)[batch.logit_tokens]  # [L, hidden]
         return self._head(last)  # [L, vocab]

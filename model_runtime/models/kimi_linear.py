@@ -19,6 +19,7 @@ from model_runtime.layers.delta_net import delta_net_of
 from model_runtime.layers.feed_forward import build_feed_forward, feed_forward_shapes
 from model_runtime.layers.kimi_delta import KimiDelta, kimi_delta_shapes
 from model_runtime.layers.latent_attention import LatentAttention, latent_attention_shapes
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.weights import Shape
 
 
@@ -58,13 +59,12 @@ class KimiLinearLayer:
     def declaration(self) -> CacheLayer:
         return self._mixer.cached.declaration if isinstance(self._mixer, KimiDelta) else self._mixer.declaration
 
-    def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        normed = self._mixer_norm(hidden)  # [T, hidden]
-        mixed = (
+    def __call__(self, stream: ResidualStream, context: ForwardContext) -> None:
+        normed = stream.normed(self._mixer_norm)  # [T, hidden]
+        stream.add(
             self._mixer(normed, context) if isinstance(self._mixer, KimiDelta) else self._mixer(normed, None, context)
         )
-        hidden = mixed.add_(hidden)  # [T, hidden]
-        return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
+        stream.add(self._feed_forward(stream.normed(self._feed_forward_norm)))
 
 
 class KimiLinearModel:
@@ -84,8 +84,8 @@ class KimiLinearModel:
 
     def forward(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Logits float32[L, vocab] of the batch's `logit_tokens`; every layer's rows or states are left on the way."""
-        hidden = self._embedding(batch.token_ids)  # [T, hidden]
+        stream = ResidualStream(self._embedding(batch.token_ids))
         for layer in self._layers:
-            hidden = layer(hidden, context)
-        last = self._norm(hidden[batch.logit_tokens])  # [L, hidden]
+            layer(stream, context)
+        last = stream.normed(self._norm)[batch.logit_tokens]  # [L, hidden]
         return self._head(last)  # [L, vocab]

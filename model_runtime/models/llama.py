@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from cache_runtime.layer_binding import PagedAttention
 from model_runtime.config import ModelConfig
 from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.grouped_query import GroupedQueryAttention, grouped_query_shapes
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles
 from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape
@@ -50,9 +49,9 @@ class LlamaLayer:
     def declarations(self) -> tuple[PagedAttention, ...]:
         return (self._attention.cached.declaration,)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        hidden = self._attention(self._attention_norm(hidden), angles, context).add_(hidden)  # [T, hidden]
-        return self._mlp(self._mlp_norm(hidden)).add_(hidden)  # [T, hidden]
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        stream.add(self._attention(stream.normed(self._attention_norm), angles, context))
+        stream.add(self._mlp(stream.normed(self._mlp_norm)))
 
 
 class LlamaModel(Decoder):

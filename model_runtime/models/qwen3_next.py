@@ -20,6 +20,7 @@ from model_runtime.layers.delta_net import DeltaNet, delta_net_of, delta_net_sha
 from model_runtime.layers.experts import Experts, Router, expert_shapes, sigmoid
 from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
+from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles, rotate
 from model_runtime.models.decoder import Decoder
 from model_runtime.weights import Shape, TensorRows
@@ -162,13 +163,12 @@ class Qwen3NextLayer:
     def declarations(self) -> tuple[CacheLayer, ...]:
         return (self._mixer.cached.declaration,)
 
-    def __call__(self, hidden: torch.Tensor, angles: Angles, context: ForwardContext) -> torch.Tensor:
-        normed = self._mixer_norm(hidden)  # [T, hidden]
-        mixed = (
+    def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
+        normed = stream.normed(self._mixer_norm)  # [T, hidden]
+        stream.add(
             self._mixer(normed, context) if isinstance(self._mixer, DeltaNet) else self._mixer(normed, angles, context)
         )
-        hidden = mixed.add_(hidden)  # [T, hidden]
-        return self._feed_forward(self._feed_forward_norm(hidden)).add_(hidden)  # [T, hidden]
+        stream.add(self._feed_forward(stream.normed(self._feed_forward_norm)))
 
 
 class Qwen3NextModel(Decoder):

@@ -6,14 +6,12 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 
 #include "cpu_kernels.h"
-#include "elementwise.h"
 #include "linear.h"
 #include "tensor_view.h"
 
@@ -29,8 +27,6 @@ using Pages = TensorView<const float, 4>;
 using Table = TensorView<const std::int32_t, 2, true>;
 using Matrix = TensorView<const float, 2>;
 using MutableMatrix = TensorView<float, 2>;
-using Vector = TensorView<const float, 1, true>;
-using Angles = TensorView<const float, 2, true>;
 using BlockRows = TensorView<const std::uint8_t, 2>;
 using RowIds = TensorView<const std::int64_t, 1, true>;
 using RowInts = TensorView<const std::int32_t, 1, true>;
@@ -41,10 +37,6 @@ void require(bool holds, const char* message) {
 
 void require_linear(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(std::string("linear: ") + message);
-}
-
-void require_rows(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(std::string("rows: ") + message);
 }
 
 MatrixView view(const Matrix& matrix) {
@@ -114,19 +106,6 @@ AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pa
     call.log_sum_exp_token_stride = log_sum_exp->stride(0);
   }
   return call;
-}
-
-RowsTask describe_rows(const Matrix& input, const MutableMatrix& output, std::size_t width) {
-  require_rows(output.shape(0) == input.shape(0) && output.shape(1) == width, "output has the wrong shape");
-  require_rows(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
-  RowsTask task;
-  task.input = input.data();
-  task.input_stride = input.stride(0);
-  task.output = output.data();
-  task.output_stride = output.stride(0);
-  task.num_rows = static_cast<int>(input.shape(0));
-  task.width = static_cast<int>(width);
-  return task;
 }
 
 std::unique_ptr<PackedWeight> allocate_weight(const CpuKernels& self, WeightFormat format,
@@ -213,74 +192,6 @@ void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
                     view(output));
 }
 
-void rms_norm(CpuKernels& self, const Matrix& input, const Vector& weight, float eps,
-              const MutableMatrix& output) {
-  require_rows(weight.shape(0) == input.shape(1), "weight must be as wide as input");
-  const RowsTask task = describe_rows(input, output, input.shape(1));
-  const nb::gil_scoped_release unlocked;
-  for_slices(self.pool(), task,
-             [&](int, const RowsTask& part) { self.set().rms_norm(part, weight.data(), eps); });
-}
-
-void gate_multiply(CpuKernels& self, GateCore core, const Matrix& input, const MutableMatrix& output) {
-  require_rows(input.shape(1) == 2 * output.shape(1), "input must be twice as wide as output");
-  const RowsTask task = describe_rows(input, output, output.shape(1));
-  const nb::gil_scoped_release unlocked;
-  for_slices(self.pool(), task, [&](int, const RowsTask& part) { core(part); });
-}
-
-void silu_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
-  gate_multiply(self, self.set().silu_multiply, input, output);
-}
-
-void gelu_tanh_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
-  gate_multiply(self, self.set().gelu_tanh_multiply, input, output);
-}
-
-void sigmoid_multiply(CpuKernels& self, const Matrix& input, const MutableMatrix& output) {
-  gate_multiply(self, self.set().sigmoid_multiply, input, output);
-}
-
-void rotate(CpuKernels& self, const Matrix& input, const Angles& cosines, const Angles& sines,
-            const MutableMatrix& output) {
-  const auto half = static_cast<std::int64_t>(cosines.shape(1));
-  require_rows(half > 0 && input.shape(1) % (2 * cosines.shape(1)) == 0, "input must be whole heads wide");
-  require_rows(cosines.shape(0) == input.shape(0) && sines.shape(0) == input.shape(0) &&
-                   sines.shape(1) == cosines.shape(1),
-               "cosines and sines must have one row per row of input");
-  require_rows(input.data() != output.data(), "output must not be input");
-  const RowsTask task = describe_rows(input, output, input.shape(1));
-  const nb::gil_scoped_release unlocked;
-  for_slices(self.pool(), task, [&](int first_row, const RowsTask& part) {
-    self.set().rotate(part, static_cast<int>(2 * half), cosines.data() + first_row * half,
-                      sines.data() + first_row * half);
-  });
-}
-
-// Buffers and rows of two axes or three.
-template <int kDims>
-void store_rows(CpuKernels&, const TensorView<const float, kDims>& rows, const RowIds& locations,
-                const TensorView<float, kDims>& buffer) {
-  std::int64_t width = 1;
-  for (int axis = kDims - 1; axis > 0; --axis) {
-    const auto index = static_cast<std::size_t>(axis);
-    require_rows(rows.shape(index) == buffer.shape(index), "buffer must have rows of the same shape");
-    require_rows(has_stride(rows, index, width) && has_stride(buffer, index, width),
-                 "a row must be contiguous");
-    width *= static_cast<std::int64_t>(rows.shape(index));
-  }
-  require_rows(locations.shape(0) == rows.shape(0), "there must be one location per row");
-  const auto num_locations = static_cast<std::int64_t>(buffer.shape(0));
-  for (std::size_t i = 0; i < locations.shape(0); ++i) {
-    require_rows(locations(i) >= 0 && locations(i) < num_locations, "locations must name rows of buffer");
-  }
-  const nb::gil_scoped_release unlocked;
-  for (std::size_t i = 0; i < locations.shape(0); ++i) {
-    const float* from = rows.data() + static_cast<std::int64_t>(i) * rows.stride(0);
-    std::copy_n(from, width, buffer.data() + locations(i) * buffer.stride(0));
-  }
-}
-
 }  // namespace bound
 
 std::vector<std::string> instruction_sets() {
@@ -329,28 +240,10 @@ NB_MODULE(_native, module) {
       .def("gather_rows", &pdmesh::kernels::bound::gather_rows, "weight"_a.noconvert(), "rows"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")
-      .def("store_rows", &pdmesh::kernels::bound::store_rows<3>, "rows"_a.noconvert(),
-           "locations"_a.noconvert(), "buffer"_a.noconvert(),
-           "buffer[locations[i]] = rows[i], float32 of two axes or three; locations int64[num_rows].")
-      .def("store_rows", &pdmesh::kernels::bound::store_rows<2>, "rows"_a.noconvert(),
-           "locations"_a.noconvert(), "buffer"_a.noconvert())
       .def("multiply", &pdmesh::kernels::bound::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
-           "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
-      .def("rms_norm", &pdmesh::kernels::bound::rms_norm, "input"_a.noconvert(), "weight"_a.noconvert(),
-           "eps"_a, "output"_a.noconvert(), "input, output float32[rows, width]; weight float32[width].")
-      .def("silu_multiply", &pdmesh::kernels::bound::silu_multiply, "input"_a.noconvert(),
-           "output"_a.noconvert(),
-           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
-      .def("gelu_tanh_multiply", &pdmesh::kernels::bound::gelu_tanh_multiply, "input"_a.noconvert(),
-           "output"_a.noconvert(),
-           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
-      .def("sigmoid_multiply", &pdmesh::kernels::bound::sigmoid_multiply, "input"_a.noconvert(),
-           "output"_a.noconvert(),
-           "input float32[rows, 2 * width] holds gate and up; output float32[rows, width].")
-      .def("rotate", &pdmesh::kernels::bound::rotate, "input"_a.noconvert(), "cosines"_a.noconvert(),
-           "sines"_a.noconvert(), "output"_a.noconvert(),
-           "input, output float32[rows, num_heads * head_dim]; cosines, sines float32[rows, head_dim / 2].");
+           "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.");
+  pdmesh::kernels::bind_rows(kernels);
   pdmesh::kernels::bind_states(kernels);
   pdmesh::kernels::bind_selection(kernels);
   module.def("instruction_sets", &pdmesh::kernels::instruction_sets, "What this CPU can run, best first.");

@@ -46,6 +46,7 @@ bool has_stride(const Array& array, std::size_t axis, std::int64_t stride) {
   return array.shape(axis) == 1 || array.stride(axis) == stride;
 }
 
+void bind_rows(nanobind::class_<CpuKernels>& kernels);
 void bind_states(nanobind::class_<CpuKernels>& kernels);
 void bind_selection(nanobind::class_<CpuKernels>& kernels);
 

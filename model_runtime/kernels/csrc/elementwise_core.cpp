@@ -40,6 +40,22 @@ struct Sigmoid {
   static Vec of(Vec x) { return sigmoid(x); }
 };
 
+// One copy of the code, because the compiler may fuse a product and a sum either way.
+__attribute__((noinline)) void norm_row(const float* input, const float* weight, float eps, float* output,
+                                        int width) {
+  Vec squares = {};
+  for (int i = 0; i < width; i += kLanes) {
+    const Vec x = load_some(input + i, width - i);
+    squares += x * x;
+  }
+  const Vec parts[kLanes] = {squares};
+  const float inverse = 1.0F / std::sqrt(sum_lanes(parts)[0] / static_cast<float>(width) + eps);
+  for (int i = 0; i < width; i += kLanes) {
+    const int count = width - i;
+    store_some(output + i, load_some(input + i, count) * inverse * load_some(weight + i, count), count);
+  }
+}
+
 template <class Gate>
 void gate_multiply(const RowsTask& task) {
   for (int row = 0; row < task.num_rows; ++row) {
@@ -57,19 +73,21 @@ void gate_multiply(const RowsTask& task) {
 
 void rms_norm(const RowsTask& task, const float* weight, float eps) {
   for (int row = 0; row < task.num_rows; ++row) {
+    norm_row(task.input + row * task.input_stride, weight, eps, task.output + row * task.output_stride,
+             task.width);
+  }
+}
+
+void add_rms_norm(const RowsTask& task, float* total, std::int64_t total_stride, const float* weight,
+                  float eps) {
+  for (int row = 0; row < task.num_rows; ++row) {
     const float* input = task.input + row * task.input_stride;
-    float* output = task.output + row * task.output_stride;
-    Vec squares = {};
-    for (int i = 0; i < task.width; i += kLanes) {
-      const Vec x = load_some(input + i, task.width - i);
-      squares += x * x;
-    }
-    const Vec parts[kLanes] = {squares};
-    const float inverse = 1.0F / std::sqrt(sum_lanes(parts)[0] / static_cast<float>(task.width) + eps);
+    float* sums = total + row * total_stride;
     for (int i = 0; i < task.width; i += kLanes) {
       const int count = task.width - i;
-      store_some(output + i, load_some(input + i, count) * inverse * load_some(weight + i, count), count);
+      store_some(sums + i, load_some(input + i, count) + load_some(sums + i, count), count);
     }
+    norm_row(sums, weight, eps, task.output + row * task.output_stride, task.width);
   }
 }
 
@@ -85,12 +103,12 @@ void sigmoid_multiply(const RowsTask& task) {
   gate_multiply<Sigmoid>(task);
 }
 
-void rotate(const RowsTask& task, int head_dim, const float* cosines, const float* sines) {
-  const int half = head_dim / 2;
+void rotate(const RowsTask& task, const RowAngles& angles) {
+  const int half = angles.half;
   for (int row = 0; row < task.num_rows; ++row) {
-    const float* cosine = cosines + static_cast<std::int64_t>(row) * half;
-    const float* sine = sines + static_cast<std::int64_t>(row) * half;
-    for (int head = 0; head < task.width; head += head_dim) {
+    const float* cosine = angles.cosines + static_cast<std::int64_t>(row) * half;
+    const float* sine = angles.sines + static_cast<std::int64_t>(row) * half;
+    for (int head = 0; head < task.width; head += angles.head_dim) {
       const float* input = task.input + row * task.input_stride + head;
       float* output = task.output + row * task.output_stride + head;
       for (int i = 0; i < half; i += kLanes) {

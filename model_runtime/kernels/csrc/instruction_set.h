@@ -18,6 +18,7 @@ struct InstructionSet {
   AttentionCore attention;
   LinearCore linear;
   RmsNormCore rms_norm;
+  AddRmsNormCore add_rms_norm;
   GateCore silu_multiply;
   GateCore gelu_tanh_multiply;
   GateCore sigmoid_multiply;

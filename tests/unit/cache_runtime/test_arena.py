@@ -166,6 +166,16 @@ def test_pool_rows_are_the_blocks_of_the_field_one_after_another() -> None:
     assert not arena.field("layers.0.k").any()
 
 
+def test_pool_pages_are_the_same_rows_in_runs_of_the_kernels_size() -> None:
+    pool = KvPool(dense_arena(), (0, 1))
+    pool.k_buffer(1)[5 * 8 + 3] = 2.0
+    pool.v_pages(0, 4)[2, 1] = 4.0
+    assert pool.k_pages(1, 4).shape == (pool.k_buffer(1).shape[0] // 4, 4, 2, 4)
+    assert (pool.k_pages(1, 4)[10, 3] == 2.0).all()
+    assert (pool.k_pages(1, 8)[5, 3] == 2.0).all()
+    assert (pool.v_buffer(0)[9] == 4.0).all()
+
+
 def test_a_pool_serves_only_its_layers() -> None:
     pool = KvPool(dense_arena(num_layers=3), (1, 2))
     assert pool.k_buffer(2).data_ptr() == pool.arena.field("layers.2.k").data_ptr()

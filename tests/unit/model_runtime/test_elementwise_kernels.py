@@ -23,6 +23,14 @@ def normed(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def normed_sums(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
+    """The norm of what the rows give together with others, and behind it the sums."""
+    total = torch.linspace(-2.0, 2.0, x.shape[1]).repeat(x.shape[0], 1)
+    output = torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
+    kernels.add_rms_norm(x, total, torch.linspace(0.5, 1.5, x.shape[1]), 1e-5, output)
+    return torch.cat((output, total), dim=1)
+
+
 def gated(kernels: AnyKernels, x: torch.Tensor) -> torch.Tensor:
     output = torch.full((x.shape[0], x.shape[1] // 2), float("nan"))
     kernels.silu_multiply(x, output)
@@ -55,7 +63,9 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[normed, gated, gelu_gated, opened, rotated], ids=lambda operation: operation.__name__)
+@pytest.fixture(
+    params=[normed, normed_sums, gated, gelu_gated, opened, rotated], ids=lambda operation: operation.__name__
+)
 def operation(request: pytest.FixtureRequest) -> Operation:
     result: Operation = request.param
     return result
@@ -79,6 +89,18 @@ def test_a_row_gets_the_same_bits_alone_in_a_batch_and_with_more_threads(
     together = operation(_native.CpuKernels(1, instruction_set), x)
     assert torch.equal(operation(_native.CpuKernels(3, instruction_set), x), together)
     assert torch.equal(operation(_native.CpuKernels(1, instruction_set), x[:7]), together[:7])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_adding_and_norming_at_once_has_the_bits_of_one_after_the_other(instruction_set: str, width: int) -> None:
+    torch.manual_seed(5)
+    x, total, weight = torch.randn(7, width), torch.randn(7, width), torch.randn(width)
+    kernels = _native.CpuKernels(1, instruction_set)
+    expected_total, expected, output = x + total, torch.empty(7, width), torch.empty(7, width)
+    kernels.rms_norm(expected_total, weight, 1e-5, expected)
+    kernels.add_rms_norm(x, total, weight, 1e-5, output)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(output, expected)
 
 
 def test_rows_of_a_wider_tensor_are_read_in_place(instruction_set: str, operation: Operation) -> None:
@@ -107,6 +129,14 @@ def test_a_gate_is_relatively_exact_wherever_it_is_open(instruction_set: str, ga
     [
         (lambda k: k.rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-5, torch.zeros(2, 8)), "weight must be as wide"),
         (lambda k: k.rms_norm(torch.zeros(2, 8), torch.zeros(8), 1e-5, torch.zeros(2, 9)), "output has the wrong"),
+        (
+            lambda k: k.add_rms_norm(*[torch.zeros(2, 8)] * 2, torch.zeros(7), 1e-5, torch.zeros(2, 8)),
+            "weight must be as wide",
+        ),
+        (
+            lambda k: k.add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.zeros(8), 1e-5, torch.zeros(2, 8)),
+            "total must have the shape",
+        ),
         (lambda k: k.silu_multiply(torch.zeros(2, 8), torch.zeros(2, 5)), "twice as wide"),
         (lambda k: k.silu_multiply(torch.zeros(2, 8), torch.zeros(3, 4)), "output has the wrong shape"),
         (lambda k: k.gelu_tanh_multiply(torch.zeros(2, 8), torch.zeros(2, 5)), "twice as wide"),
