@@ -48,6 +48,14 @@ class Kernels(Protocol):
         shapes contradict each other.
         """
 
+    def multiply_silu(self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor) -> None:
+        """`multiply` by `gate` and `up`, both [columns, depth], then `silu_multiply`, to the bit; `output` as there."""
+
+    def multiply_gelu_tanh(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor
+    ) -> None:
+        """`multiply_silu` with `gelu_tanh_multiply`."""
+
     def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`[num_rows, depth] = the rows int64[num_rows] of a packed [columns, depth].
 

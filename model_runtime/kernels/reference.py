@@ -60,6 +60,20 @@ class ReferenceKernels:
     def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
         output.copy_(input.double() @ plain_rows(weight).double().T)
 
+    def multiply_silu(self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor) -> None:
+        self.silu_multiply(self._side_by_side(input, gate, up), output)
+
+    def multiply_gelu_tanh(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor
+    ) -> None:
+        self.gelu_tanh_multiply(self._side_by_side(input, gate, up), output)
+
+    def _side_by_side(self, input: torch.Tensor, first: PackedWeight, second: PackedWeight) -> torch.Tensor:
+        products = input.new_empty((input.shape[0], first.num_columns + second.num_columns))
+        self.multiply(input, first, products[:, : first.num_columns])
+        self.multiply(input, second, products[:, first.num_columns :])
+        return products
+
     def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
         if not bool(((rows >= 0) & (rows < weight.num_columns)).all()):
             raise ValueError("linear: row ids must name rows of the weight")

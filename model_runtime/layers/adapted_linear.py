@@ -32,6 +32,10 @@ class AdaptedLinear(Linear):
         self._changes = changes
         self._running = running
 
+    @property
+    def weight(self) -> PackedWeight | None:
+        return None if self._running.groups else super().weight
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[tokens, depth] -> float32[tokens, columns]. Raises ValueError for other rows than the forward's."""
         output = super().__call__(hidden)

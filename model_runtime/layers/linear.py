@@ -15,12 +15,17 @@ class Linear:
 
     def __init__(self, parts: tuple[PackedWeight, ...], kernels: Kernels) -> None:
         self._parts = parts
-        self._num_columns = sum(part.num_columns for part in parts)
+        self.num_columns = sum(part.num_columns for part in parts)
         self._kernels = kernels
+
+    @property
+    def weight(self) -> PackedWeight | None:
+        """What `__call__` multiplies by, where it does nothing else in the running forward."""
+        return self._parts[0] if len(self._parts) == 1 else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, depth] -> float32[rows, columns]."""
-        output = torch.empty((hidden.shape[0], self._num_columns))
+        output = torch.empty((hidden.shape[0], self.num_columns))
         if len(self._parts) == 1:
             self._kernels.multiply(hidden, self._parts[0], output)
             return output

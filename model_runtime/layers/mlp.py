@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from enum import Enum, auto, unique
 
 import torch
 
 from model_runtime.layer_builder import LayerBuilder
 
 
+@unique
+class Gate(Enum):
+    """The function of a network's gate."""
+
+    SILU = auto()
+    GELU_TANH = auto()
+
+
 class GatedMlp:
-    """down(f(gate) * up), the tensors named `{prefix}gate_proj.weight` and so on.
+    """down(f(gate) * up), the tensors named `{prefix}gate_proj.weight` and so on."""
 
-    `gate_multiply` is one of the kernels' operations from gate beside up to f(gate) * up; None stands for that of SiLU.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        builder: LayerBuilder,
-        gate_multiply: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-    ) -> None:
-        self._gate_multiply = gate_multiply or builder.kernels.silu_multiply
-        self._gate_up = builder.linear(
-            prefix + "gate_proj.weight", prefix + "up_proj.weight"
-        )  # [2 * intermediate, hidden]
+    def __init__(self, prefix: str, builder: LayerBuilder, gate: Gate = Gate.SILU) -> None:
+        kernels, is_silu = builder.kernels, gate is Gate.SILU
+        self._multiply_gated = kernels.multiply_silu if is_silu else kernels.multiply_gelu_tanh
+        self._gate_multiply = kernels.silu_multiply if is_silu else kernels.gelu_tanh_multiply
+        self._gate = builder.linear(prefix + "gate_proj.weight")  # [intermediate, hidden]
+        self._up = builder.linear(prefix + "up_proj.weight")  # [intermediate, hidden]
         self._down = builder.linear(prefix + "down_proj.weight")  # [hidden, intermediate]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate_up = self._gate_up(hidden)  # [T, 2 * intermediate]
-        gated = hidden.new_empty((hidden.shape[0], gate_up.shape[1] // 2))  # [T, intermediate]
-        self._gate_multiply(gate_up, gated)
-        return self._down(gated)  # [T, hidden]
+        """[T, hidden] -> [T, hidden]."""
+        gated = hidden.new_empty((hidden.shape[0], self._gate.num_columns))  # [T, intermediate]
+        gate, up = self._gate.weight, self._up.weight
+        if gate is not None and up is not None:
+            self._multiply_gated(hidden, gate, up, gated)
+        else:
+            self._gate_multiply(torch.cat((self._gate(hidden), self._up(hidden)), dim=1), gated)
+        return self._down(gated)
 
 
 def gated_mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from model_runtime.forward_context import ForwardContext
 from model_runtime.layer_builder import LayerBuilder
 from model_runtime.layers.attention import CachedAttention
 from model_runtime.layers.grouped_query import query_key_value_rows
-from model_runtime.layers.mlp import GatedMlp, gated_mlp_shapes
+from model_runtime.layers.mlp import Gate, GatedMlp, gated_mlp_shapes
 from model_runtime.layers.norm import RmsNorm
 from model_runtime.layers.residual import ResidualStream
 from model_runtime.layers.rotary import Angles, RotaryTable, base_frequencies, rotate
@@ -93,7 +93,7 @@ class Gemma3Layer:
         self._before_mlp = _norm(builder, prefix + "pre_feedforward_layernorm.weight")  # [hidden]
         self._after_mlp = _norm(builder, prefix + "post_feedforward_layernorm.weight")  # [hidden]
         self.attention = Gemma3Attention(layer, builder)
-        self._mlp = GatedMlp(prefix + "mlp.", builder, builder.kernels.gelu_tanh_multiply)
+        self._mlp = GatedMlp(prefix + "mlp.", builder, Gate.GELU_TANH)
 
     def __call__(self, stream: ResidualStream, angles: Angles, context: ForwardContext) -> None:
         attended = self.attention(stream.normed(self._before_attention), angles, context)  # [T, hidden]

@@ -178,8 +178,8 @@ void gather_rows(CpuKernels& self, const PackedWeight& weight, const RowIds& row
   kernels::gather_rows(weight, rows.data(), static_cast<int>(rows.shape(0)), view(output));
 }
 
-void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
-              const MutableMatrix& output) {
+void require_product(const CpuKernels& self, const Matrix& input, const PackedWeight& weight,
+                     const MutableMatrix& output) {
   require_packed(self, weight);
   require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
                  "input and weight must have one depth");
@@ -187,9 +187,35 @@ void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
   require_linear(output.shape(1) == static_cast<std::size_t>(weight.num_columns()),
                  "output must have weight's rows as columns");
   require_linear(has_stride(input, 1, 1) && has_stride(output, 1, 1), "the last axis must be contiguous");
+}
+
+void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
+              const MutableMatrix& output) {
+  require_product(self, input, weight, output);
   const nb::gil_scoped_release unlocked;
   kernels::multiply(self.pool(), self.set().linear, view(input), static_cast<int>(input.shape(0)), weight,
                     view(output));
+}
+
+void multiply_gated(CpuKernels& self, GateCore gate_core, const Matrix& input, const PackedWeight& gate,
+                    const PackedWeight& up, const MutableMatrix& output) {
+  require_product(self, input, gate, output);
+  require_packed(self, up);
+  require_linear(up.num_columns() == gate.num_columns() && up.depth() == gate.depth(),
+                 "gate and up must have one shape");
+  const nb::gil_scoped_release unlocked;
+  kernels::multiply_gated(self.pool(), self.set().linear, gate_core, view(input),
+                          static_cast<int>(input.shape(0)), gate, up, view(output));
+}
+
+void multiply_silu(CpuKernels& self, const Matrix& input, const PackedWeight& gate, const PackedWeight& up,
+                   const MutableMatrix& output) {
+  multiply_gated(self, self.set().silu_multiply, input, gate, up, output);
+}
+
+void multiply_gelu_tanh(CpuKernels& self, const Matrix& input, const PackedWeight& gate,
+                        const PackedWeight& up, const MutableMatrix& output) {
+  multiply_gated(self, self.set().gelu_tanh_multiply, input, gate, up, output);
 }
 
 }  // namespace bound
@@ -242,7 +268,15 @@ NB_MODULE(_native, module) {
            "output float32[num_rows, depth] = rows int64[num_rows] of a packed weight.")
       .def("multiply", &pdmesh::kernels::bound::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
-           "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.");
+           "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
+      .def(
+          "multiply_silu", &pdmesh::kernels::bound::multiply_silu, "input"_a.noconvert(),
+          "gate"_a.noconvert(), "up"_a.noconvert(), "output"_a.noconvert(),
+          "output float32[rows, columns] = silu(product with gate) * product with up, both [columns, depth].")
+      .def("multiply_gelu_tanh", &pdmesh::kernels::bound::multiply_gelu_tanh, "input"_a.noconvert(),
+           "gate"_a.noconvert(), "up"_a.noconvert(), "output"_a.noconvert(),
+           "output float32[rows, columns] = gelu(product with gate) * product with up, both [columns, "
+           "depth].");
   pdmesh::kernels::bind_rows(kernels);
   pdmesh::kernels::bind_states(kernels);
   pdmesh::kernels::bind_selection(kernels);

@@ -43,6 +43,61 @@ void for_panels(WorkerPool& pool, int num_panels, const std::function<void(int)>
   });
 }
 
+// Some rows of the input and one panel of a weight.
+struct Piece {
+  int panel = 0;
+  int first_row = 0;
+  int num_rows = 0;
+  int first_column = 0;
+  int num_columns = 0;
+
+  PanelProduct product(MatrixView input, const PackedWeight& weight, float* output,
+                       std::int64_t output_stride) const {
+    return {.input = input.data + first_row * input.stride,
+            .input_stride = input.stride,
+            .panel = weight.panel(panel),
+            .format = weight.format(),
+            .output = output,
+            .output_stride = output_stride,
+            .num_rows = num_rows,
+            .num_columns = num_columns,
+            .depth = weight.depth()};
+  }
+};
+
+// Calls run for pieces that together cover the product, on all threads if it is worth it. Pieces of one panel
+// follow one another: it is read from memory once, the input comes from the caches. So do the panels of one
+// turn: the end of one fetches the beginning of the next.
+template <class Run>
+void for_pieces(WorkerPool& pool, const PackedWeight& weight, int num_rows, const Run& run) {
+  const int pieces_per_panel = (num_rows + kRowsPerPiece - 1) / kRowsPerPiece;
+  const int num_pieces = weight.num_panels() * pieces_per_panel;
+  const int pieces_per_turn =
+      std::max(1, weight.num_panels() / (kTurnsPerThread * pool.num_threads())) * pieces_per_panel;
+  std::atomic<int> next_turn{0};
+  const auto run_piece = [&](int index) {
+    Piece piece;
+    piece.panel = index / pieces_per_panel;
+    piece.first_row = index % pieces_per_panel * kRowsPerPiece;
+    piece.num_rows = std::min(kRowsPerPiece, num_rows - piece.first_row);
+    piece.first_column = piece.panel * weight.columns_per_panel();
+    piece.num_columns = std::min(weight.columns_per_panel(), weight.num_columns() - piece.first_column);
+    run(piece);
+  };
+  const auto drain = [&](int) {
+    for (int first = pieces_per_turn * next_turn++; first < num_pieces;
+         first = pieces_per_turn * next_turn++) {
+      for (int index = first; index < std::min(first + pieces_per_turn, num_pieces); ++index)
+        run_piece(index);
+    }
+  };
+  if (static_cast<std::int64_t>(weight.num_columns()) * weight.depth() < kMinWeightsToShare) {
+    drain(0);
+  } else {
+    pool.run_on_all(drain);
+  }
+}
+
 // ---- float32 panels ----
 
 void pack_panel(MatrixView weight, PackedWeight& packed, int panel) {
@@ -147,41 +202,28 @@ void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_r
 
 void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int num_rows,
               const PackedWeight& weight, MutableMatrixView output) {
-  // Pieces of one panel follow one another: it is read from memory once, the input comes from the caches. So
-  // do the panels of one turn: the end of one fetches the beginning of the next.
-  const int pieces_per_panel = (num_rows + kRowsPerPiece - 1) / kRowsPerPiece;
-  const int num_pieces = weight.num_panels() * pieces_per_panel;
-  const int pieces_per_turn =
-      std::max(1, weight.num_panels() / (kTurnsPerThread * pool.num_threads())) * pieces_per_panel;
-  std::atomic<int> next_turn{0};
-  const auto multiply_piece = [&](int piece) {
-    const int panel = piece / pieces_per_panel;
-    const int row = piece % pieces_per_panel * kRowsPerPiece;
-    const int column = panel * weight.columns_per_panel();
-    PanelProduct product;
-    product.input = input.data + row * input.stride;
-    product.input_stride = input.stride;
-    product.panel = weight.panel(panel);
-    product.format = weight.format();
-    product.output = output.data + row * output.stride + column;
-    product.output_stride = output.stride;
-    product.num_rows = std::min(kRowsPerPiece, num_rows - row);
-    product.num_columns = std::min(weight.columns_per_panel(), weight.num_columns() - column);
-    product.depth = weight.depth();
-    core.multiply_panel(product);
-  };
-  const auto drain = [&](int) {
-    for (int first = pieces_per_turn * next_turn++; first < num_pieces;
-         first = pieces_per_turn * next_turn++) {
-      for (int piece = first; piece < std::min(first + pieces_per_turn, num_pieces); ++piece)
-        multiply_piece(piece);
-    }
-  };
-  if (static_cast<std::int64_t>(weight.num_columns()) * weight.depth() < kMinWeightsToShare) {
-    drain(0);
-  } else {
-    pool.run_on_all(drain);
-  }
+  for_pieces(pool, weight, num_rows, [&](const Piece& piece) {
+    float* to = output.data + piece.first_row * output.stride + piece.first_column;
+    core.multiply_panel(piece.product(input, weight, to, output.stride));
+  });
+}
+
+void multiply_gated(WorkerPool& pool, const LinearCore& core, GateCore gate_core, MatrixView input,
+                    int num_rows, const PackedWeight& gate, const PackedWeight& up,
+                    MutableMatrixView output) {
+  for_pieces(pool, gate, num_rows, [&](const Piece& piece) {
+    // Both halves of the piece stay in the caches until they have met.
+    float products[kRowsPerPiece * 2 * kMostColumnsPerPanel];
+    const std::int64_t stride = 2 * static_cast<std::int64_t>(piece.num_columns);
+    core.multiply_panel(piece.product(input, gate, products, stride));
+    core.multiply_panel(piece.product(input, up, products + piece.num_columns, stride));
+    gate_core({.input = products,
+               .input_stride = stride,
+               .output = output.data + piece.first_row * output.stride + piece.first_column,
+               .output_stride = output.stride,
+               .num_rows = piece.num_rows,
+               .width = piece.num_columns});
+  });
 }
 
 }  // namespace pdmesh::kernels

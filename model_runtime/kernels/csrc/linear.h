@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "elementwise_core.h"
 #include "linear_core.h"
 #include "stored_blocks.h"
 #include "weight_format.h"
@@ -70,5 +71,10 @@ void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_r
 // output [num_rows, num_columns], which must not overlap the operands.
 void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int num_rows,
               const PackedWeight& weight, MutableMatrixView output);
+
+// output [num_rows, num_columns] = f(input times gate) * (input times up), of weights of one shape; the bits
+// are those of the two products and of the gate after one another.
+void multiply_gated(WorkerPool& pool, const LinearCore& core, GateCore gate_core, MatrixView input,
+                    int num_rows, const PackedWeight& gate, const PackedWeight& up, MutableMatrixView output);
 
 }  // namespace pdmesh::kernels

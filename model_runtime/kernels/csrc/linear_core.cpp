@@ -18,6 +18,7 @@ namespace {
 constexpr int kRowsPerBlock = kLanes == 16 ? 8 : 4;
 constexpr int kVectorsPerPanel = kLanes == 4 ? 2 : 3;
 constexpr int kColumnsPerPanel = kVectorsPerPanel * kLanes;
+static_assert(kColumnsPerPanel <= kMostColumnsPerPanel);
 
 // So much of a panel stays in the nearest cache while all rows meet it. Short chains also round less than one
 // long one.

@@ -13,6 +13,8 @@ namespace pdmesh::kernels {
 // Most rows that meet a panel at once: enough to pay for reading it, few enough to share out evenly.
 inline constexpr int kRowsPerPiece = 128;
 
+inline constexpr int kMostColumnsPerPanel = 48;
+
 // output[m, n] = sum over k of input[m, k] * panel[k, n]. Strides in floats; the last axis is contiguous.
 struct PanelProduct {
   const float* input = nullptr;  // [num_rows, depth]

@@ -43,6 +43,45 @@ def test_a_row_gets_the_same_bits_alone_in_a_batch_and_with_more_threads(instruc
         assert torch.equal(part, together[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("num_rows", [1, 9, 200])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_a_gated_product_has_the_bits_of_two_products_and_a_gate(
+    instruction_set: str, gate: str, num_rows: int
+) -> None:
+    torch.manual_seed(7)
+    x, gate_weight, up_weight = torch.randn(num_rows, 150), torch.randn(205, 150), torch.randn(205, 150)
+    kernels = _native.CpuKernels(1, instruction_set)
+    expected = torch.empty(num_rows, 205)
+    getattr(kernels, f"{gate}_multiply")(
+        torch.cat((multiply(kernels, x, gate_weight), multiply(kernels, x, up_weight)), dim=1), expected
+    )
+    for num_threads in (1, 3):
+        kernels, wide = _native.CpuKernels(num_threads, instruction_set), torch.zeros(num_rows, 215)
+        getattr(kernels, f"multiply_{gate}")(x, kernels.pack(gate_weight), kernels.pack(up_weight), wide[:, 4:209])
+        assert torch.equal(wide[:, 4:209], expected)
+        assert not bool(wide[:, :4].any() or wide[:, 209:].any())
+    reference, output = ReferenceKernels(), torch.empty(num_rows, 205)
+    getattr(reference, f"multiply_{gate}")(x, reference.pack(gate_weight), reference.pack(up_weight), output)
+    assert torch.allclose(output, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("up", "output", "message"),
+    [
+        (torch.zeros(5, 8), torch.zeros(2, 4), "one shape"),
+        (torch.zeros(4, 9), torch.zeros(2, 4), "one shape"),
+        (torch.zeros(4, 8), torch.zeros(2, 8), "weight's rows as columns"),
+        (torch.zeros(4, 8), torch.zeros(3, 4), "input's rows"),
+    ],
+)
+def test_contradictory_operands_of_a_gated_product_are_refused(
+    up: torch.Tensor, output: torch.Tensor, message: str
+) -> None:
+    kernels = _native.CpuKernels(1)
+    with pytest.raises(ValueError, match=message):
+        kernels.multiply_silu(torch.zeros(2, 8), kernels.pack(torch.zeros(4, 8)), kernels.pack(up), output)
+
+
 def test_rows_of_a_wider_tensor_are_read_and_written_in_place(instruction_set: str) -> None:
     x, weight = operands(9, 20, 32)
     wide_input, wide_output = torch.randn(9, 50), torch.zeros(9, 40)
