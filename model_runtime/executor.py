@@ -212,13 +212,20 @@ class ModelExecutor:
         groups = self._token_groups(plan, metadata, adapters)
         self._check_same_plan(plan, adapters)
         logits = self._forward(metadata, batch, groups, _ignore_stage if on_stage is None else on_stage)
+        positions = (metadata.begins + metadata.input_lengths)[batch.logit_rows].tolist()
+        best = self._most_likely(logits[: len(params)])
         sampled: list[RowOutcome] = [None] * metadata.num_rows
-        for row, row_params, row_logits in zip(batch.logit_rows.tolist(), params, logits, strict=False):
-            position = int(metadata.begins[row]) + int(metadata.input_lengths[row])
-            sampled[row] = sample_row(row_logits, row_params, position)
+        for index, row in enumerate(batch.logit_rows.tolist()):
+            sampled[row] = sample_row(logits[index], params[index], positions[index], best[index])
         for row, broken in keep_scores(scored, logits[len(params) :]).items():
             sampled[row] = broken
         return tuple(sampled)
+
+    def _most_likely(self, logits: npt.NDArray[np.float32]) -> list[int]:
+        """The token of each row of logits float32[num_logits, vocab_size]."""
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._kernels.find_largest(torch.from_numpy(logits), tokens)
+        return tokens.tolist()
 
     def logits(
         self,

@@ -142,23 +142,28 @@ RowOutcome: TypeAlias = SampledToken | BrokenLogits | None
 """Of one row of a pass; None: no token was wanted."""
 
 
-def sample_row(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken | BrokenLogits:
+def sample_row(
+    logits: Float32Row, params: SamplingParams, position: int, most_likely: int | None = None
+) -> SampledToken | BrokenLogits:
     """`sample` of one row among others, whose fate is not theirs."""
     try:
-        return sample(logits, params, position)
+        return sample(logits, params, position, most_likely)
     except LogitsError as error:
         return BrokenLogits(reason=str(error))
 
 
-def sample(logits: Float32Row, params: SamplingParams, position: int) -> SampledToken:
+def sample(logits: Float32Row, params: SamplingParams, position: int, most_likely: int | None = None) -> SampledToken:
     """Picks the token at `position` of prompt and completion from logits float32[vocab_size].
 
+    `most_likely` is where the largest logit is, the first of equals, if somebody has looked already.
     Raises LogitsError when the logits, those of allowed tokens, have no finite maximum, and ValueError when penalties
     lack a text.
     """
     wanted = adjusted(logits, params)
     choices = wanted if params.allowed is None else np.where(params.allowed, wanted, -np.float32(np.inf))
-    best = int(np.argmax(choices))  # the first of equals
+    best = most_likely if choices is logits else None
+    if best is None:
+        best = int(np.argmax(choices))  # the first of equals
     if not math.isfinite(choices[best]):
         raise LogitsError(f"logits at position {position} have the maximum {choices[best]} at token {best}")
     greedy = params.temperature == 0.0 or params.top_k == 1

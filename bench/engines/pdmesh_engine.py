@@ -21,6 +21,7 @@ MEMORY_BYTES = 3 << 30
 PREFIX_GRANULARITY = 64
 TOKEN_BUDGET = 512
 FLOAT32_BYTES = 4
+GREEDY = SamplingParams()
 
 
 class PdmeshEngine:
@@ -109,7 +110,7 @@ class PdmeshEngine:
         """One plan; which of its requests got a token."""
         plan = self._scheduler.next_plan()
         self._executor.zero_blocks(plan)
-        sampled = self._executor.execute(plan, {name: SamplingParams() for name in names})
+        sampled = self._executor.execute(plan, dict.fromkeys(names, GREEDY))
         results: dict[str, SampledToken | None] = {}
         for name, outcome in zip(plan.request_ids, sampled, strict=True):
             if isinstance(outcome, BrokenLogits):

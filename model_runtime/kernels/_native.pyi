@@ -79,6 +79,7 @@ class CpuKernels:
         lengths: torch.Tensor,
         selected: torch.Tensor,
     ) -> None: ...
+    def find_largest(self, rows: torch.Tensor, places: torch.Tensor) -> None: ...
     def causal_conv(
         self,
         input: torch.Tensor,

@@ -168,6 +168,12 @@ class Kernels(Protocol):
         other. Source: DeepSeek-AI 2025, "DeepSeek-V3.2".
         """
 
+    def find_largest(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Writes to `places` int64[num_rows] where the largest number of each of `rows` float32[num_rows, width] is.
+
+        The first of equals, and the first NaN where there is one. Raises ValueError for rows of no numbers.
+        """
+
     def causal_conv(
         self,
         input: torch.Tensor,

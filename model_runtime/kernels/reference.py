@@ -184,6 +184,9 @@ class ReferenceKernels:
                 selected[token, : best.shape[0]] = best.sort().values.int()
                 token += 1
 
+    def find_largest(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        places.copy_(torch.from_numpy(rows.cpu().numpy().argmax(axis=1)))
+
     def causal_conv(
         self,
         input: torch.Tensor,

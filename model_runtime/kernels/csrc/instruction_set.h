@@ -26,6 +26,7 @@ struct InstructionSet {
   RecurrenceCore recurrence;
   ConvCore conv;
   SelectionCore selection;
+  LargestCore find_largest;
 };
 
 // What this CPU can run, best first; never empty.

@@ -1,6 +1,7 @@
 // Python face of the selection of rows: checks shapes, releases the interpreter lock, forwards.
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -61,9 +62,28 @@ void bound_select_rows(CpuKernels& self, const TensorView<const float, 3>& query
   kernels::select_rows(call, self.set().selection, self.pool());
 }
 
+// A row is long: each is worth a thread.
+void find_largest(CpuKernels& self, const TensorView<const float, 2>& rows,
+                  const TensorView<std::int64_t, 1, true>& places) {
+  require(places.shape(0) == rows.shape(0), "places must have one number per row");
+  if (rows.shape(0) == 0) return;
+  require(rows.shape(1) > 0 && has_stride(rows, 1, 1), "rows must be contiguous and not empty");
+  const nb::gil_scoped_release unlocked;
+  std::atomic<std::size_t> next_row{0};
+  self.pool().run_on_all([&](int) {
+    for (std::size_t row = next_row++; row < rows.shape(0); row = next_row++) {
+      const float* numbers = rows.data() + static_cast<std::int64_t>(row) * rows.stride(0);
+      places(row) = self.set().find_largest(numbers, static_cast<int>(rows.shape(1)));
+    }
+  });
+}
+
 }  // namespace
 
 void bind_selection(nb::class_<CpuKernels>& kernels) {
+  kernels.def(
+      "find_largest", &find_largest, "rows"_a.noconvert(), "places"_a.noconvert(),
+      "places int64[num_rows]: where the largest number of each of rows float32[num_rows, width] is.");
   kernels.def("select_rows", &bound_select_rows, "query"_a.noconvert(), "weights"_a.noconvert(),
               "key_pages"_a.noconvert(), "page_table"_a.noconvert(), "begins"_a.noconvert(),
               "lengths"_a.noconvert(), "selected"_a.noconvert(),

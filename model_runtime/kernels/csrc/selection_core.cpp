@@ -2,6 +2,8 @@
 #include "selection_core.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "lanes.h"
 
@@ -38,6 +40,36 @@ void score_rows(const SelectionTask& task) {
     }
     for (int j = 0; j < std::min(kLanes, task.num_keys - first); ++j) task.scores[first + j] = scores[j];
   }
+}
+
+int find_largest(const float* numbers, int width) {
+  Vec best = broadcast(-std::numeric_limits<float>::infinity());
+  IntVec places = {};
+  IntVec is_nan = {};
+  IntVec indices = {};
+  for (int lane = 0; lane < kLanes; ++lane) indices[lane] = lane;
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes, indices += kLanes) {
+    const Vec x = load(numbers + i);
+    const IntVec is_larger = x > best;
+    best = is_larger ? x : best;
+    places = is_larger ? indices : places;
+    is_nan |= x != x;
+  }
+  int place = places[0];
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    has_nan |= is_nan[lane] != 0;
+    const bool is_first = numbers[places[lane]] == numbers[place] && places[lane] < place;
+    if (numbers[places[lane]] > numbers[place] || is_first) place = places[lane];
+  }
+  for (; i < width; ++i) {
+    has_nan |= std::isnan(numbers[i]);
+    if (numbers[i] > numbers[place]) place = i;
+  }
+  if (!has_nan) return place;
+  return static_cast<int>(std::find_if(numbers, numbers + width, [](float x) { return std::isnan(x); }) -
+                          numbers);
 }
 
 }  // namespace pdmesh::kernels::PDMESH_VARIANT

@@ -1,6 +1,6 @@
-// The inner part of choosing rows: what a token's index heads find each key worth.
+// The inner part of choosing rows: what a token's index heads find each key worth; and of choosing a token.
 //
-// Plain data and a function pointer, compiled once per instruction set. Must not know threads, pages or
+// Plain data and function pointers, compiled once per instruction set. Must not know threads, pages or
 // Python.
 #pragma once
 
@@ -22,14 +22,20 @@ struct SelectionTask {
 
 using SelectionCore = void (*)(const SelectionTask& task);
 
+// The index of the largest of `width` numbers, the first among equals; of the first NaN, if there is one.
+using LargestCore = int (*)(const float* numbers, int width);
+
 namespace baseline {
 void score_rows(const SelectionTask& task);
-}
+int find_largest(const float* numbers, int width);
+}  // namespace baseline
 namespace avx2 {
 void score_rows(const SelectionTask& task);
-}
+int find_largest(const float* numbers, int width);
+}  // namespace avx2
 namespace avx512 {
 void score_rows(const SelectionTask& task);
-}
+int find_largest(const float* numbers, int width);
+}  // namespace avx512
 
 }  // namespace pdmesh::kernels

@@ -139,6 +139,13 @@ def test_equal_logprobs_are_listed_by_id() -> None:
     assert [token for token, _ in sampled.top_logprobs] == [0, 1, 2]
 
 
+def test_a_maximum_that_is_known_counts_for_logits_as_they_are_and_for_no_others() -> None:
+    logits = np.array([0.0, 3.0, 2.0, 1.0], np.float32)
+    assert sample(logits, SamplingParams(), 0, 1).token_id == 1
+    assert sample(logits, SamplingParams(logit_bias=((2, 5.0),)), 0, 1).token_id == 2
+    assert sample(logits, SamplingParams(allowed=np.array([True, False, False, True])), 0, 1).token_id == 3
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_broken_logits_are_an_error_instead_of_a_token(bad: float) -> None:
     with pytest.raises(LogitsError, match="position 3"):
