@@ -108,12 +108,12 @@ AttentionCall describe_call(const Heads& query, const Pages& key_pages, const Pa
   return call;
 }
 
-std::unique_ptr<PackedWeight> allocate_weight(const CpuKernels& self, WeightFormat format,
-                                              std::size_t num_columns, std::size_t depth) {
+std::unique_ptr<PackedWeight> allocate_weight(CpuKernels& self, WeightFormat format, std::size_t num_columns,
+                                              std::size_t depth) {
   constexpr std::size_t kLargest = std::numeric_limits<int>::max();
   require_linear(num_columns <= kLargest && depth <= kLargest, "the weight is too large");
   return std::make_unique<PackedWeight>(format, static_cast<int>(num_columns), static_cast<int>(depth),
-                                        self.set().linear.columns_per_panel);
+                                        self.set().linear.columns_per_panel, self.panel_memory());
 }
 
 void require_packed(const CpuKernels& self, const PackedWeight& weight) {

@@ -10,6 +10,7 @@
 #include "instruction_set.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "panel_memory.h"
 #include "recurrence.h"
 #include "tensor_view.h"
 #include "worker_pool.h"
@@ -28,6 +29,7 @@ class CpuKernels {
 
   const InstructionSet& set() const { return set_; }
   WorkerPool& pool() { return pool_; }
+  PanelMemory& panel_memory() { return panel_memory_; }
   PagedAttention& attention() { return attention_; }
   Recurrence& recurrence() { return recurrence_; }
   void count_packed(const PackedWeight& weight) { num_packed_bytes_ += weight.num_bytes(); }
@@ -35,6 +37,7 @@ class CpuKernels {
  private:
   InstructionSet set_;
   WorkerPool pool_;
+  PanelMemory panel_memory_;
   PagedAttention attention_;
   Recurrence recurrence_;
   std::int64_t num_packed_bytes_ = 0;

@@ -1,12 +1,9 @@
 #include "linear.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <functional>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -19,22 +16,6 @@ namespace {
 constexpr std::int64_t kMinWeightsToShare = 16384;
 // Few enough that a turn is worth streaming, many enough that the threads end together.
 constexpr int kTurnsPerThread = 8;
-constexpr std::size_t kCacheLine = 64;
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
-
-// A product reads its weight once from end to end: on pages of 4 KiB the search for their addresses takes a
-// part of the time. What fills no huge page lies on small ones, and a system without them refuses the advice.
-std::byte* allocate_panels(std::int64_t num_bytes) {
-  const auto wanted = static_cast<std::size_t>(num_bytes);
-  const std::size_t alignment = wanted < kHugePage ? kCacheLine : kHugePage;
-  const std::size_t rounded = (wanted + kCacheLine - 1) / kCacheLine * kCacheLine;
-  void* memory = nullptr;
-  if (posix_memalign(&memory, alignment, std::max(rounded, kCacheLine)) != 0) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-  if (wanted >= kHugePage) madvise(memory, wanted / kHugePage * kHugePage, MADV_HUGEPAGE);
-#endif
-  return static_cast<std::byte*>(memory);
-}
 
 void for_panels(WorkerPool& pool, int num_panels, const std::function<void(int)>& run) {
   std::atomic<int> next_panel{0};
@@ -165,9 +146,10 @@ void gather_column_of_blocks(const PackedWeight& weight, const std::byte* panel,
 
 }  // namespace
 
-PackedWeight::PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel)
+PackedWeight::PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel,
+                           PanelMemory& memory)
     : format_(format), num_columns_(num_columns), depth_(depth), columns_per_panel_(columns_per_panel) {
-  panels_.reset(allocate_panels(num_bytes()));
+  panels_ = memory.allocate(num_bytes());
 }
 
 std::int64_t PackedWeight::panel_bytes() const {

@@ -7,11 +7,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 
 #include "elementwise_core.h"
 #include "linear_core.h"
+#include "panel_memory.h"
 #include "stored_blocks.h"
 #include "weight_format.h"
 #include "worker_pool.h"
@@ -28,11 +28,12 @@ using MatrixView = RowsView<const float>;
 using MutableMatrixView = RowsView<float>;
 using BlockRowsView = RowsView<const std::uint8_t>;
 
-// Owns its panels, which begin on a cache line. Columns past num_columns in the last panel are zero.
+// Its panels begin on a cache line of memory that it shares with others. Columns past num_columns in the last
+// panel are zero.
 class PackedWeight {
  public:
   // Panels are not initialised. Throws std::bad_alloc.
-  PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel);
+  PackedWeight(WeightFormat format, int num_columns, int depth, int columns_per_panel, PanelMemory& memory);
 
   WeightFormat format() const { return format_; }
   int num_columns() const { return num_columns_; }
@@ -45,15 +46,11 @@ class PackedWeight {
   const std::byte* panel(int index) const { return panels_.get() + index * panel_bytes(); }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
-  };
-
   WeightFormat format_;
   int num_columns_;
   int depth_;
   int columns_per_panel_;
-  std::unique_ptr<std::byte, Free> panels_;
+  std::shared_ptr<std::byte> panels_;
 };
 
 // Fills a float32 weight from [num_columns, depth].

@@ -34,7 +34,8 @@ std::vector<float> Multiplied(int num_threads) {
   const LinearCore core = baseline::linear_core();
   const std::vector<float> weight = Numbers(std::size_t{kNumColumns} * kDepth);
   const std::vector<float> input = Numbers(std::size_t{kNumRows} * kDepth);
-  PackedWeight packed(WeightFormat::kFloat32, kNumColumns, kDepth, core.columns_per_panel);
+  PanelMemory memory;
+  PackedWeight packed(WeightFormat::kFloat32, kNumColumns, kDepth, core.columns_per_panel, memory);
   pack(pool, {.data = weight.data(), .stride = kDepth}, packed);
   std::vector<float> output(std::size_t{kNumRows} * kNumColumns);
   multiply(pool, core, {.data = input.data(), .stride = kDepth}, kNumRows, packed,
