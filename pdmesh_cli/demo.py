@@ -26,7 +26,7 @@ from pdmesh_cli.generate import stream_answer
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
 from pdmesh_cli.report import counted, num_cached_tokens, print_report, summary_table
 from pdmesh_cli.text_output import WrappedText
-from pdmesh_cli.up import RunningMesh, UpOptions, cancelled_by_signals, provide_model, running_mesh
+from pdmesh_cli.up import RunningMesh, UpOptions, cancelled_by_signals, running_mesh
 from pdmesh_cli.waterfall import Waterfall
 
 _REQUEST_TIMEOUT_S = 180.0
@@ -39,10 +39,9 @@ def default_log_dir() -> Path:
     return platformdirs.user_log_path("pdmesh") / "demo"
 
 
-async def run_demo(options: UpOptions, console: Console, *, verbose: bool) -> None:
-    """Carries out the command. Raises BadConfig, ModelFetchError, ChildError, PdmeshError."""
+async def run_demo(options: UpOptions, model_path: Path, console: Console, *, verbose: bool) -> None:
+    """Carries out the command. Raises BadConfig, ChildError, PdmeshError."""
     begun_s = time.monotonic()
-    model_path = provide_model(options.model, console)
     console.print(f"model      {model_path}", highlight=False, soft_wrap=True)
     requests = requests_for(model_path)
     with cancelled_by_signals(), _logs(console, verbose=verbose) as sink:

@@ -74,7 +74,7 @@ def _run_up(
     ] = False,
 ) -> None:
     """Run a whole mesh on this machine: router, prefill and decode nodes, trace collector. Ctrl-C stops it."""
-    from pdmesh_cli.up import UpOptions, run_up
+    from pdmesh_cli.up import UpOptions, provide_model, run_up
 
     options = UpOptions(
         model=model,
@@ -91,7 +91,10 @@ def _run_up(
         show_waterfalls=waterfall,
         compute_values=compute_values,
     )
-    asyncio.run(run_up(options, document_console()))
+    console = document_console()
+    # Before there is an event loop, which would only take note of a Ctrl-C while this waits.
+    model_path = provide_model(model, console)
+    asyncio.run(run_up(options, model_path, console))
 
 
 def _up_command() -> Callable[..., None]:
@@ -130,11 +133,13 @@ def demo(
 ) -> None:
     """Start router, prefill and decode as three processes, answer four prompts and show what happened to each."""
     from pdmesh_cli.demo import run_demo
-    from pdmesh_cli.up import UpOptions
+    from pdmesh_cli.up import UpOptions, provide_model
 
     options = UpOptions(model=model, fused=fused, num_threads=num_threads, port=0)
+    console = document_console()
     with reported_failures(quote_logs=not verbose):
-        asyncio.run(run_demo(options, document_console(), verbose=verbose))
+        model_path = provide_model(model, console)
+        asyncio.run(run_demo(options, model_path, console, verbose=verbose))
 
 
 # What decides how the cache of a node is laid out.

