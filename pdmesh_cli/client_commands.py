@@ -41,6 +41,8 @@ def chat(
 
     async def talk(identity: Identity) -> None:
         async with AsyncPdmeshClient(router, identity=identity) as client:
+            # Whoever is to type a question should know beforehand that nobody would hear it.
+            await client.list_models()
             conversation = Conversation(client, options, system=system, timeout_s=timeout_s, out=out, err=err)
             await run_chat(conversation, read_line=lambda: input(PROMPT if sys.stdin.isatty() else ""), err=err)
 

@@ -200,6 +200,12 @@ async def test_an_authority_is_not_shown_to_a_router_without_certificates(
     )
 
 
+def test_nobody_is_asked_for_a_question_that_no_router_would_hear() -> None:
+    result = CliRunner().invoke(app, ["chat", "--router", "127.0.0.1:1"], input="What is gravity?\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("pdmesh: UNAVAILABLE: cannot connect to 127.0.0.1:1: Connection refused; start a")
+
+
 def test_status_says_how_to_get_a_router() -> None:
     result = _run("status", "--router", "127.0.0.1:1")
     assert result.exit_code == 1
