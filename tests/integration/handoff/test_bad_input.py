@@ -487,6 +487,34 @@ async def test_a_prefill_node_without_a_name_is_its_own_fault_and_not_the_client
     assert (await mesh.status(decode)).peers == []
 
 
+class OtherPrefill(LyingPrefill):
+    """Of another model than the one it stands before, which has found nothing to refuse."""
+
+    async def Bootstrap(self, request, context):
+        response = await super().Bootstrap(request, context)
+        response.manifest.logical.model_fingerprint = "another-model"
+        response.manifest.logical.weight_version = "another"
+        return response
+
+
+async def test_a_decode_node_looks_for_differences_itself(mesh: FakeMesh) -> None:
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    other = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(OtherPrefill(prefill), other)
+    port = other.add_insecure_port("127.0.0.1:0")
+    await other.start()
+    try:
+        code, message = await mesh.error(decode, [1, 2, 3], prefill_address=f"127.0.0.1:{port}")
+    finally:
+        await other.stop(None)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "model_fingerprint decode=fake-model, prefill=another-model" in message
+    assert "weight_version decode=" in message
+    assert "prefill=another" in message
+    assert (await mesh.status(decode)).peers == []
+    await decode.assert_all_blocks_return()
+
+
 async def test_an_unknown_message_kind_of_a_request_is_refused_not_ignored(mesh: FakeMesh) -> None:
     decode = await mesh.decode()
     async with grpc.aio.insecure_channel(decode.address) as channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
 import prefill_node.checksums
-from cache_runtime.transfer.engine import Permit, PlaneKind, Spans, TransferEngine
+from cache_runtime.transfer.engine import Permit, PlaneKind, Run, Spans, TransferEngine, TransferRefused
 from cache_runtime.transfer.memory_engine import MemoryEngine
 from cache_runtime.transfer.plane_set import PlaneSet
 from cache_runtime.transfer.shm_engine import host_id, open_shm_engine
@@ -166,24 +167,38 @@ async def test_a_plane_that_was_not_offered_is_not_believed(mesh: FakeMesh, monk
 @pytest.mark.parametrize("make", [shm, stream, fenced_memory])
 async def test_after_a_cancellation_the_fence_is_down_before_the_writer_knows(mesh: FakeMesh, make: Make) -> None:
     one, other = await pair(mesh, [make], [make])
+    await mesh.generate(other, [1, 2], max_tokens=1, prefill_address=one.address)
+    engine = other.core.require_data_plane().planes.engines[0]
+    allow, granted = engine.allow, list[tuple[bytes, Spans]]()
+
+    def noted(key: bytes, spans: Spans, *, hashes: bool) -> Permit:
+        granted.append((key, spans))
+        return allow(key, spans, hashes=hashes)
+
+    engine.allow = noted
     gate, steps = Gate(), one.node.engine
     # The first chunk was sent; the writer is held up and learns nothing until the gate opens.
     one.executor.before_stage = lambda stage: gate.wait() if steps.snapshot.num_steps >= 1 and stage == 1 else None
     call = mesh.call(other, token_ids=PROMPT, prefill_address=one.address)
     await until(lambda: gate.reached.is_set() and other.node.engine.snapshot.active_lcm_blocks > 0, "memory is granted")
-    plane = other.core.require_data_plane().planes
     call.cancel()
     # Nothing is quarantined: the blocks are free while the writer still means to fill them.
     await until(other.is_quiet, "the blocks are free")
     assert not one.is_quiet()
     seen = other.executor.arena.memory.copy()
+    # A writer that knows of nothing would go on like this.
+    ((key, spans),) = granted
+    (peer,) = one.node._peers._peers.values()
+    late = Run(one.executor.arena.base_address, int(spans[0][0]), 16)
+    with pytest.raises(TransferRefused):
+        await asyncio.wrap_future(peer.link.write([late], key=key, timeout_s=10.0))
     gate.open()
     for node in (one, other):
         await until(node.is_quiet, "all is quiet")
     assert (other.executor.arena.memory == seen).all()
     answer = await mesh.generate(other, PROMPT, prefill_address=one.address)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
-    assert await used_planes(mesh, other) == [plane.engines[0].name]
+    assert await used_planes(mesh, other) == [engine.name]
     for node in (one, other):
         await node.assert_all_blocks_return()
 
