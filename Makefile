@@ -5,7 +5,7 @@ BIN := .venv/bin
 TIMED := tools/timed.sh
 CPP_SOURCES = $(shell find scheduler_core cache_runtime model_runtime -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup setup-browser timed-setup timed-browser runtime system build demo test test-cpp test-tsan test-python nightly fuzz soak audit check-image check lint format bench-failover bench-handoff bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
+.PHONY: help setup setup-browser timed-setup timed-browser runtime system build demo test test-cpp test-tsan test-python nightly fuzz soak audit check-image check lint format bench-failover bench-handoff bench-leases bench-mesh bench-model bench-placement bench-scheduler bench-sim bench-states bench-trace bench-verify image test-image clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ bench-failover: setup ## what the death of a node costs a client
 
 bench-handoff: setup ## data planes beside memcpy between processes and a plain socket
 	@$(BIN)/python bench/bench_handoff.py
+
+bench-leases: setup ## what leases add to a handoff
+	@$(BIN)/python bench/bench_leases.py
 
 bench-mesh: setup ## latency and throughput: disaggregated, fused, transformers
 	@$(BIN)/python bench/bench_mesh.py
