@@ -116,7 +116,11 @@ def test_a_base_that_was_made_before_is_taken_again(machine: Machine) -> None:
     [
         ("podman", (), "podman is not installed"),
         ("mmdebstrap", _NO_REGISTRY, "bookworm-slim cannot be pulled, and mmdebstrap, which makes another one, is"),
-        (None, (*_NO_REGISTRY, "mmdebstrap"), "cannot be pulled, and mmdebstrap makes no other one: no mmdebstrap today"),
+        (
+            None,
+            (*_NO_REGISTRY, "mmdebstrap"),
+            "cannot be pulled, and mmdebstrap makes no other one: no mmdebstrap today",
+        ),
         (None, (*_NO_REGISTRY, "podman import"), "no podman import today"),
         (None, ("podman info",), "podman does not work here: no podman info today"),
         (None, ("pdmesh-check -",), "podman builds nothing here: no pdmesh-check - today"),
