@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from cache_runtime.transfer.block_spans import block_spans
-from cache_runtime.transfer.engine import EngineClosed, Permit, PlaneKind, Spans, StandingPermit, TransferEngine
+from cache_runtime.transfer.engine import XXH3, EngineClosed, Permit, PlaneKind, Spans, StandingPermit, TransferEngine
 from cache_runtime.transfer.schema import PlacementManifest
 from node_runtime.handoff.events import AbortScheduling, DecodeAction, MarkDone, MarkQuiesced, Send
 from node_runtime.handoff.messages import Grant
@@ -22,16 +22,12 @@ _log = logging.getLogger(__name__)
 class GrantFence:
     """The permit of one handoff."""
 
-    def __init__(
-        self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes, *, hashes: bool = False
-    ) -> None:
-        """`manifest`: where this node's blocks lie, on all of its tensor ranks. `hashes`: whether what arrives is to be
-        hashed, see `digests`.
-        """
+    def __init__(self, plane: TransferEngine, manifest: PlacementManifest, handoff_id: bytes) -> None:
+        """`manifest`: where this node's blocks lie, on all of its tensor ranks."""
         self._plane = plane
         self._manifest = manifest
         self._handoff_id = handoff_id
-        self._hashes = hashes
+        self._hashed_as: str | None = None
         self._permit: Permit | None = None
         self._is_closed = False
 
@@ -39,6 +35,10 @@ class GrantFence:
     def holds(self) -> bool:
         """Whether nothing can land once the fence is closed, whatever the writer does."""
         return self._plane.kind is PlaneKind.TWO_SIDED
+
+    def hash_as(self, kind: str) -> None:
+        """Before the grant: what arrives is to be hashed, see `digests`."""
+        self._hashed_as = kind
 
     def follow(self, action: DecodeAction) -> None:
         """Before the action of the session is carried out."""
@@ -53,7 +53,7 @@ class GrantFence:
         if self._permit is not None or not len(spans):
             return
         try:
-            self._permit = self._plane.allow(self._handoff_id, spans, hashes=self._hashes)
+            self._permit = self._plane.allow(self._handoff_id, spans, hashed_as=self._hashed_as)
         except EngineClosed as error:
             # The node stops; what the peer writes is refused.
             _log.info("the grant of a handoff cannot be filled any more: %s", error)
@@ -66,4 +66,5 @@ class GrantFence:
 
     def digests(self, blocks: Spans) -> bytes:
         """8 bytes per block: what it holds now, without reading again what was hashed when it arrived. Any thread."""
-        return StandingPermit().digests(blocks) if self._permit is None else self._permit.digests(blocks)
+        permit = StandingPermit() if self._permit is None else self._permit
+        return permit.digests(blocks, self._hashed_as or XXH3)

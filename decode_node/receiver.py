@@ -107,6 +107,7 @@ class IncomingHandoff:
         self._on_suspect = on_suspect
         self._on_draining = on_draining
         self._verifier = verifier
+        self._wants_checksums = start.wants_checksums
         self._is_verified = False
         self._comparisons: set[asyncio.Task[None]] = set()
         self._session = DecodeHandoff(
@@ -246,6 +247,8 @@ class IncomingHandoff:
                 self._outgoing.put_nowait(action.message)
             case MarkReady():
                 self._was_ready = True
+                if self._wants_checksums:
+                    self._fence.hash_as(self._session.checksum_kind)
                 self._cached_tokens = action.cached_tokens
                 self.ready_at_s = self._clock.now_s()
                 self._post(ReadyEvent(self._engine_id))

@@ -113,6 +113,7 @@ class RemotePrefill:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, job: DecodeJob, peer: PrefillPeer, generation: Generation, timeout_s: float) -> IncomingHandoff:
+        wants_checksums = self._verifier.wants_next()
         start = Start(
             handoff_id=secrets.token_bytes(HANDOFF_ID_BYTES),
             request_id=job.request_id,
@@ -123,10 +124,11 @@ class RemotePrefill:
             decode_incarnation=self._incarnation,
             prefill_incarnation=peer.incarnation,
             lease_ms=self._lease_ms,
-            wants_checksums=self._verifier.wants_next(),
+            wants_checksums=wants_checksums,
+            checksum_kinds=self._verifier.digest_kinds if wants_checksums else (),
             num_output_tokens=job.num_output_tokens,
         )
-        fence = GrantFence(peer.plane, self._manifest, start.handoff_id, hashes=start.wants_checksums)
+        fence = GrantFence(peer.plane, self._manifest, start.handoff_id)
         handoff = IncomingHandoff(
             engine_id=generation.engine_id,
             start=start,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cache_runtime.transfer.checksums import BlockHasher
+from cache_runtime.transfer.checksums import RUNNABLE_DIGEST_KINDS, BlockHasher
 from cache_runtime.transfer.engine import Spans
 from cache_runtime.transfer.schema import LogicalManifest, RankPlacement
-from node_runtime.handoff.messages import Checksums, GroupGrant
+from node_runtime.handoff.messages import XXH3, Checksums, GroupGrant
 
 
 class TransferVerifier:
@@ -25,6 +25,8 @@ class TransferVerifier:
         self._group_of = {item.field_id: item.group_id for item in logical.fields}
         # One for each field, on each rank.
         self.digests_per_block: Mapping[str, int] = Counter(list(self._group_of.values()) * len(ranks))
+        # What it can compare beside XXH3, the fastest first.
+        self.digest_kinds = tuple(kind for kind in RUNNABLE_DIGEST_KINDS if kind != XXH3)
         self._hashers = tuple(BlockHasher(rank) for rank in ranks)
         self._fraction = fraction
         self._random = random.Random(seed)

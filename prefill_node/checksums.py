@@ -19,7 +19,7 @@ import numpy as np
 
 from cache_runtime.transfer.engine import NO_SPANS
 from cache_runtime.transfer.peer_hasher import PeerHasher
-from node_runtime.handoff.messages import DIGEST_BYTES, Checksums, FieldChecksums
+from node_runtime.handoff.messages import DIGEST_BYTES, XXH3, Checksums, FieldChecksums
 from prefill_node.outgoing import HashedWrite
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class TransferChecksums:
         tell: Callable[[ChecksumNews], None],
         on_fault: Callable[[Exception], None],
         link_hashes: bool = False,
+        kind: str = XXH3,
     ) -> None:
         """
         Args:
@@ -70,12 +71,14 @@ class TransferChecksums:
             tell: Hears the checksums, on any thread; must not block.
             on_fault: Hears why there are none, in the same way.
             link_hashes: Whether the link hashes what it sends, see `PeerLink`. It cannot where blocks are recut.
+            kind: Of the digests.
         """
         self._hasher = hasher
         self._executor = executor
         self._handoff_id = handoff_id
         self._tell = tell
         self._on_fault = on_fault
+        self._kind = kind
         self._link_hashes = link_hashes and hasher.is_whole
         self._min_part_digests = _MIN_HASHED_PART_DIGESTS if self._link_hashes else _MIN_PART_DIGESTS
         self._lock = threading.Lock()
@@ -110,6 +113,7 @@ class TransferChecksums:
             return HashedWrite(blocks=NO_SPANS, on_landed=lambda _: None)
         return HashedWrite(
             blocks=np.concatenate(spans),
+            kind=self._kind,
             on_landed=lambda digests: self._run(
                 lambda: self._note_landed(_split(shipped, self._hasher.num_ranks, digests))
             ),
@@ -137,7 +141,7 @@ class TransferChecksums:
 
     def _hash(self, shipped: Sequence[ShippedBlocks], hashed: list[FieldChecksums]) -> None:
         for piece, field_id, rank in _in_order(shipped, self._hasher.num_ranks):
-            digests = self._hasher.digests(rank, field_id, piece.blocks)
+            digests = self._hasher.digests(rank, field_id, piece.blocks, self._kind)
             hashed.append(_told(piece, field_id, rank, digests))
 
     def _note_landed(self, hashed: Sequence[FieldChecksums]) -> None:

@@ -126,6 +126,8 @@ class ChecksumTools:
 
     hasher: NodeHasher
     executor: Executor
+    # Kinds of digests that this node can take.
+    kinds: tuple[str, ...]
 
     def begin(
         self,
@@ -133,8 +135,9 @@ class ChecksumTools:
         peer: DecodePeer,
         tell: Callable[[ChecksumNews], None],
         on_fault: Callable[[Exception], None],
+        kind: str,
     ) -> TransferChecksums:
-        """The checksums of one handoff to `peer`; both callables are called on any thread."""
+        """The checksums of one handoff to `peer`, digests of `kind`; both callables are called on any thread."""
         return TransferChecksums(
             self.hasher.for_peer(len(peer.targets)),
             self.executor,
@@ -142,6 +145,7 @@ class ChecksumTools:
             tell=tell,
             on_fault=on_fault,
             link_hashes=peer.link.hashes,
+            kind=kind,
         )
 
 
@@ -182,7 +186,10 @@ class PromptHandoff:
         self._tools = tools
         self._event_loop = asyncio.get_running_loop()
         self._session = PrefillHandoff(
-            check_start=check_start, check_grant=check_grant, grant_bound_s=tools.grant_bound_s
+            check_start=check_start,
+            check_grant=check_grant,
+            checksum_kinds=tools.checksums.kinds,
+            grant_bound_s=tools.grant_bound_s,
         )
         self._on_terminal = on_terminal
         self._matcher = matcher
@@ -312,7 +319,9 @@ class PromptHandoff:
         )
         checksums = None
         if self._wants_checksums:
-            checksums = self._tools.checksums.begin(grant.handoff_id, self._peer, self._hop, self._transfer.fail)
+            checksums = self._tools.checksums.begin(
+                grant.handoff_id, self._peer, self._hop, self._transfer.fail, self._session.checksum_kind
+            )
         self._tools.sender.grant(self._engine_id, grant, self._peer.targets, self._transfer, checksums)
         # A busy engine looks at the next stage; an idle one must be woken.
         self._tools.engine.post(Invoke(action=self._tools.sender.poll))

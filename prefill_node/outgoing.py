@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from cache_runtime.transfer.engine import (
     NO_SPANS,
+    XXH3,
     LinkWedged,
     PeerLink,
     Run,
@@ -76,11 +77,13 @@ TransferNews: TypeAlias = TransferLanded | TransferFault | TransferDrained
 class HashedWrite:
     """A write of which checksums are wanted.
 
-    `blocks`: those of the sources that the link is to hash, empty when somebody else does. `on_landed` is called on the
-    data plane's thread with their digests when all of the write has landed, and must not block.
+    `blocks`: those of the sources that the link is to hash, in digests of `kind`; empty when somebody else does.
+    `on_landed` is called on the data plane's thread with their digests when all of the write has landed, and must not
+    block.
     """
 
     blocks: Spans
+    kind: str = XXH3
     on_landed: Callable[[bytes], None]
 
 
@@ -145,6 +148,7 @@ class OutgoingTransfer:
                     timeout_s=self._write_timeout_s,
                     is_wanted=self._is_wanted,
                     hashed=NO_SPANS if hashed is None else hashed.blocks,
+                    digest_kind=XXH3 if hashed is None else hashed.kind,
                 )
                 self._num_outstanding += 1
             except Exception as error:

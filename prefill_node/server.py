@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc, prefill_pb2_grpc
 
+from cache_runtime.transfer.checksums import RUNNABLE_DIGEST_KINDS
 from cache_runtime.transfer.peer_hasher import NodeHasher
 from node_runtime.clock import Clock, SystemClock
 from node_runtime.engine.core import ComputeCore, load_core
@@ -105,6 +106,7 @@ class PrefillNode:
                 checksums=ChecksumTools(
                     hasher=NodeHasher(data_plane.manifest.logical, data_plane.manifest.ranks),
                     executor=self._hashing,
+                    kinds=RUNNABLE_DIGEST_KINDS,
                 ),
                 grant_bound_s=config.grant_timeout_s,
             ),

@@ -18,6 +18,7 @@ from typing import Protocol
 from cache_runtime.transfer.engine import (
     NO_KEY,
     NO_SPANS,
+    XXH3,
     EngineClosed,
     PeerUnreachable,
     Permit,
@@ -179,8 +180,8 @@ class SimulatedPlane:
         del shared_descriptor
         self.regions = self.regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> Permit:
-        del hashes  # bytes are read when they are compared
+    def allow(self, key: bytes, spans: Spans, *, hashed_as: str | None = None) -> Permit:
+        del hashed_as  # bytes are read when they are compared
         return StandingPermit() if self.kind is PlaneKind.ONE_SIDED else self._permits.allow(key, spans)
 
     def permits(self, key: bytes, run: Run) -> bool:
@@ -229,8 +230,9 @@ class _Link:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = XXH3,
     ) -> Future[TransferReport]:
-        del hashed  # as it said that it hashes nothing
+        del hashed, digest_kind  # as it said that it hashes nothing
         if self._plane.is_closed:
             return failed_write(EngineClosed(self.peer, "the engine is closed"))
         if self._failure is not None:

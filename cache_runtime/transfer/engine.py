@@ -40,6 +40,9 @@ class Run(NamedTuple):
     length_bytes: int
 
 
+# The kind of digest (`checksums`) that every machine can take.
+XXH3 = "xxh3"
+
 # int64[num_spans, 2]: addresses [begin, end) of memory in this process.
 Spans: TypeAlias = npt.NDArray[np.int64]
 NO_SPANS: Spans = np.empty((0, 2), dtype=np.int64)
@@ -198,6 +201,7 @@ class PeerLink(Protocol):
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = XXH3,
     ) -> Future[TransferReport]:
         """Posts `runs` and returns at once; at most `timeout_s` pass until one is posted, and until one more is.
 
@@ -210,8 +214,8 @@ class PeerLink(Protocol):
         A plane whose posts wait for room asks `is_wanted`, on any thread, before it posts more: once it says no, the
         rest is never sent. It must not block.
 
-        `hashed`: blocks of the sources, each inside of one run, whose digests the report will have. For links that say
-        that they hash; others leave them out.
+        `hashed`: blocks of the sources, each inside of one run, whose digests, of `digest_kind`, the report will have.
+        For links that say that they hash; others leave them out.
 
         Sources must lie in regions registered with the engine (before the link was opened, where memory is shared),
         targets in the regions the link was opened for; both stay untouched by anyone else until the future is done. The
@@ -236,10 +240,11 @@ class Permit(Protocol):
         """
         ...
 
-    def digests(self, blocks: Spans) -> bytes:
+    def digests(self, blocks: Spans, kind: str) -> bytes:
         """8 bytes per block (`checksums`): what it holds now. Also after `revoke`.
 
-        Those that were allowed as a span of its own, and hashed when they arrived, are not read again.
+        Those that were allowed as a span of its own, and hashed as `kind` when they arrived, are not read again. Raises
+        ValueError for a kind that this CPU cannot take.
         """
         ...
 
@@ -250,8 +255,8 @@ class StandingPermit:
     def revoke(self) -> None:
         return None
 
-    def digests(self, blocks: Spans) -> bytes:
-        return digest_spans(blocks)
+    def digests(self, blocks: Spans, kind: str) -> bytes:
+        return digest_spans(blocks, kind)
 
 
 class TransferEngine(Protocol):
@@ -294,10 +299,11 @@ class TransferEngine(Protocol):
         """
         ...
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> Permit:
+    def allow(self, key: bytes, spans: Spans, *, hashed_as: str | None = None) -> Permit:
         """Lets the writer that names `key` fill `spans` of registered memory, from now until the permit is revoked.
 
-        With `hashes`, a plane that places the bytes hashes each span as it arrives, for `Permit.digests`.
+        With `hashed_as`, a kind of digest, a plane that places the bytes hashes each span as it arrives, for
+        `Permit.digests`.
 
         On a two-sided plane nothing else lands anywhere; a one-sided one cannot tell and permits everything. Raises
         `ValueError` for a key that has a live permit or is not `KEY_BYTES` long, and for spans that are empty or

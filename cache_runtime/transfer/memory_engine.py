@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from .engine import (
     NO_KEY,
     NO_SPANS,
+    XXH3,
     EngineClosed,
     LinkCrowded,
     PeerUnreachable,
@@ -166,8 +167,8 @@ class MemoryEngine:
         with self._fabric.changed:
             self._regions = self._regions.with_region(Region(base_address=base_address, num_bytes=num_bytes))
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> TablePermit:
-        del hashes  # nothing is gained by it where all memory is one process's
+    def allow(self, key: bytes, spans: Spans, *, hashed_as: str | None = None) -> TablePermit:
+        del hashed_as  # nothing is gained by it where all memory is one process's
         self.check_usable()
         check_permit(key, spans, self._regions)
         return self._permits.allow(key, spans)
@@ -331,8 +332,9 @@ class MemoryPeerLink:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = XXH3,
     ) -> Future[TransferReport]:
-        del is_wanted, hashed  # every run counts as posted at once
+        del is_wanted, hashed, digest_kind  # every run counts as posted at once
         try:
             self._engine.check_usable()
             if self.failure is not None:

@@ -22,6 +22,7 @@ from typing import Protocol
 from .engine import (
     NO_KEY,
     NO_SPANS,
+    XXH3,
     DataPlaneError,
     DataPlaneUnavailable,
     EngineClosed,
@@ -158,8 +159,8 @@ class MooncakeEngine:
                     self._register_native(link.native, region)
             self._regions = regions
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> StandingPermit:
-        del hashes  # nobody here sees the bytes arrive
+    def allow(self, key: bytes, spans: Spans, *, hashed_as: str | None = None) -> StandingPermit:
+        del hashed_as  # nobody here sees the bytes arrive
         self.check_usable()
         check_permit(key, spans, self._regions)
         return StandingPermit()
@@ -270,8 +271,9 @@ class MooncakePeerLink:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = XXH3,
     ) -> Future[TransferReport]:
-        del key, hashed  # nobody checks the key: the writes are one-sided
+        del key, hashed, digest_kind  # nobody checks the key: the writes are one-sided
         try:
             self._engine.check_usable()
             refusal = self._sending.refusal()

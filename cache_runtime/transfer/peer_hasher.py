@@ -44,8 +44,8 @@ class PeerHasher(Protocol):
         """See `BlockHasher.spans`; `blocks` are ids here, `rank` is the peer's."""
         ...
 
-    def digests(self, rank: int, field_id: str, blocks: Sequence[int]) -> bytes:
-        """8 bytes per block, in the given order; raises like `spans`."""
+    def digests(self, rank: int, field_id: str, blocks: Sequence[int], kind: str) -> bytes:
+        """8 bytes per block, in the given order; raises like `spans`, see `BlockHasher`."""
         ...
 
 
@@ -82,8 +82,8 @@ class EqualRanksHasher:
     def spans(self, rank: int, field_id: str, blocks: Sequence[int]) -> Spans:
         return self._hashers[rank].spans(field_id, blocks)
 
-    def digests(self, rank: int, field_id: str, blocks: Sequence[int]) -> bytes:
-        return self._hashers[rank].digests(field_id, blocks)
+    def digests(self, rank: int, field_id: str, blocks: Sequence[int], kind: str) -> bytes:
+        return self._hashers[rank].digests(field_id, blocks, kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class RecutHasher:
     def spans(self, rank: int, field_id: str, blocks: Sequence[int]) -> Spans:
         raise ValueError(f'field "{field_id}": the blocks of rank {rank} of the peer lie nowhere here as a whole')
 
-    def digests(self, rank: int, field_id: str, blocks: Sequence[int]) -> bytes:
+    def digests(self, rank: int, field_id: str, blocks: Sequence[int], kind: str) -> bytes:
         ids = np.asarray(blocks, dtype=np.int64)
         whole = np.empty((len(ids), self._block_bytes[field_id]), dtype=np.uint8)
         for share in self._shares[rank, field_id]:
@@ -126,7 +126,7 @@ class RecutHasher:
             for begin, target, length in share.strips.tolist():
                 whole[:, target : target + length] = mine[:, begin : begin + length]
         begins = whole.ctypes.data + np.arange(len(ids), dtype=np.int64) * whole.shape[1]
-        return digest_spans(np.stack((begins, begins + whole.shape[1]), axis=1))
+        return digest_spans(np.stack((begins, begins + whole.shape[1]), axis=1), kind)
 
 
 def _arena_of(source: RankPlacement) -> npt.NDArray[np.uint8]:

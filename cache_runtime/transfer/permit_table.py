@@ -53,5 +53,5 @@ class TablePermit:
     def revoke(self) -> None:
         self._table.revoke(self._key, self._regions)
 
-    def digests(self, blocks: Spans) -> bytes:
-        return digest_spans(blocks)
+    def digests(self, blocks: Spans, kind: str) -> bytes:
+        return digest_spans(blocks, kind)

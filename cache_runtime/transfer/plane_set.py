@@ -118,5 +118,5 @@ class _Permits:
         for permit in self._permits:
             permit.revoke()
 
-    def digests(self, blocks: Spans) -> bytes:
-        return digest_spans(blocks)
+    def digests(self, blocks: Spans, kind: str) -> bytes:
+        return digest_spans(blocks, kind)

@@ -106,11 +106,11 @@ class SocketEngine:
             if shared_descriptor is not None:
                 self._shared = (*self._shared, SharedRegion(region=region, descriptor=shared_descriptor))
 
-    def allow(self, key: bytes, spans: Spans, *, hashes: bool = False) -> NativePermit:
+    def allow(self, key: bytes, spans: Spans, *, hashed_as: str | None = None) -> NativePermit:
         self.check_usable()
         check_permit(key, spans, self._regions)
         try:
-            return self._grants.allow(key, spans, hashes)
+            return self._grants.allow(key, spans, hashed_as)
         except RuntimeError as error:
             raise EngineClosed(self.endpoint, str(error)) from None
 

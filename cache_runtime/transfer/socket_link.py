@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ._native import Ending, Outcome, Sender
+from ._native import DIGEST_KINDS, Ending, Outcome, Sender
 from .engine import (
     KEY_BYTES,
     NO_KEY,
     NO_SPANS,
+    XXH3,
     EngineClosed,
     LinkCrowded,
     Run,
@@ -112,13 +113,14 @@ class SocketPeerLink:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = XXH3,
     ) -> Future[TransferReport]:
         try:
             self._owner.check_usable()
             self._check_failure()
             table = self._checked_table(runs, key)
-            self._check_hashed(hashed)
-            return self._post(table, key, timeout_s, is_wanted, hashed)
+            self._check_hashed(hashed, digest_kind)
+            return self._post(table, key, timeout_s, is_wanted, hashed, digest_kind)
         except TransferError as error:
             return failed_write(error)
 
@@ -165,14 +167,22 @@ class SocketPeerLink:
             raise TransferRejected(self._peer, reason)
         return table
 
-    def _check_hashed(self, hashed: Spans) -> None:
+    def _check_hashed(self, hashed: Spans, digest_kind: str) -> None:
         """Nothing is read but registered memory."""
+        if digest_kind not in DIGEST_KINDS:
+            raise TransferRejected(self._peer, f'digest kind "{digest_kind}" is none of {DIGEST_KINDS}')
         index = self._owner.regions.first_outside(hashed[:, 0], hashed[:, 1] - hashed[:, 0])
         if index is not None or bool((hashed[:, 0] >= hashed[:, 1]).any()):
             raise TransferRejected(self._peer, "a block to hash is empty or outside this engine's registered memory")
 
     def _post(
-        self, table: RunTable, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
+        self,
+        table: RunTable,
+        key: bytes,
+        timeout_s: float,
+        is_wanted: Callable[[], bool],
+        hashed: Spans,
+        digest_kind: str,
     ) -> Future[TransferReport]:
         write = _Write(
             num_runs=len(table),
@@ -187,7 +197,7 @@ class SocketPeerLink:
             self._check_failure()
             self._num_posted += 1
             self._writes[self._num_posted] = write
-            self._sender.post(self._num_posted, key, table.rows, timeout_s, hashed)
+            self._sender.post(self._num_posted, key, table.rows, timeout_s, hashed, digest_kind)
         return write.future
 
     def _drive(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cache_runtime.recipes.spec import CacheFamily
 from cache_runtime.transfer.schema import GroupSchema
 from node_runtime.errors import InvalidRequest
-from node_runtime.handoff.messages import Done, Grant, GroupGrant, Ready, Start
+from node_runtime.handoff.messages import XXH3, Done, Grant, GroupGrant, Ready, Start
 from node_runtime.request_rules import (
     check_lengths,
     check_logit_bias,
@@ -69,15 +69,21 @@ def check_start(start: Start, *, vocab_size: int, context_tokens: int) -> None:
     check_lengths(len(start.token_ids), 1, context_tokens)
 
 
-def check_ready(ready: Ready, *, num_prompt_tokens: int, lease_ms: int) -> None:
-    """Refuses more cached tokens than a prompt can have, whose last token is always computed, and too rare Beats."""
-    if ready.beat_interval_ms * MIN_BEATS_PER_LEASE > lease_ms:
+def check_ready(ready: Ready, start: Start) -> None:
+    """Refuses more cached tokens than a prompt can have, whose last token is always computed, too rare Beats, and
+    checksums of a kind that was not offered.
+    """
+    if ready.beat_interval_ms * MIN_BEATS_PER_LEASE > start.lease_ms:
         raise InvalidRequest(
-            f"beat_interval_ms: {ready.beat_interval_ms} given, at most {lease_ms // MIN_BEATS_PER_LEASE} allowed with "
-            f"lease_ms={lease_ms}"
+            f"beat_interval_ms: {ready.beat_interval_ms} given, at most {start.lease_ms // MIN_BEATS_PER_LEASE} "
+            f"allowed with lease_ms={start.lease_ms}"
         )
+    num_prompt_tokens = len(start.token_ids)
     if ready.cached_tokens >= num_prompt_tokens:
         raise InvalidRequest(f"cached_tokens: {ready.cached_tokens} given, less than {num_prompt_tokens} required")
+    offered = (*start.checksum_kinds, XXH3)
+    if ready.checksum_kind not in offered:
+        raise InvalidRequest(f'checksum_kind: "{ready.checksum_kind}" given, offered were {", ".join(offered)}')
 
 
 def check_lease(grant: Grant, start: Start) -> None:

@@ -37,6 +37,7 @@ from node_runtime.handoff.events import (
     Verify,
 )
 from node_runtime.handoff.lease import ReceiverLease
+from node_runtime.handoff.messages import XXH3
 from node_runtime.handoff.states import DECODE_TABLE, DECODE_TERMINAL, DecodeState, Verdict, refuse
 
 UNAVAILABLE = 14
@@ -77,6 +78,7 @@ class DecodeHandoff:
         self._digests_per_block = digests_per_block
         # What is known of the checksums: the parts that came, those under comparison, and the table slots that all
         # cover, by field and rank.
+        self._checksum_kind = XXH3
         self._parts: set[int] = set()
         self._num_comparing = 0
         self._covered: dict[tuple[str, int], set[int]] = {}
@@ -99,6 +101,11 @@ class DecodeHandoff:
     @property
     def handoff_id(self) -> bytes:
         return self._start.handoff_id
+
+    @property
+    def checksum_kind(self) -> str:
+        """What the checksums are digests of, as Ready says."""
+        return self._checksum_kind
 
     @property
     def wakeup_at_s(self) -> float | None:
@@ -124,7 +131,7 @@ class DecodeHandoff:
     def _check_content(self, event: DecodeEvent) -> None:
         """A peer's numbers are not trusted: they would reach the model and the client's usage counts."""
         if isinstance(event, Ready):
-            check_ready(event, num_prompt_tokens=len(self._start.token_ids), lease_ms=self._start.lease_ms)
+            check_ready(event, self._start)
         elif isinstance(event, Done):
             num_blocks = sum(len(group.block_ids) for group in self._groups)
             check_done(event, self._start, vocab_size=self._vocab_size, num_granted_blocks=num_blocks)
@@ -162,6 +169,7 @@ class DecodeHandoff:
                 assert_never(event)
 
     def _ready(self, event: Ready, now_s: float) -> tuple[DecodeAction, ...]:
+        self._checksum_kind = event.checksum_kind
         if self._start.lease_ms and event.beat_interval_ms:
             self._lease = ReceiverLease(lease_s=self._start.lease_ms / _MS_PER_S, heard_at_s=now_s)
         return (MarkReady(cached_tokens=event.cached_tokens),)

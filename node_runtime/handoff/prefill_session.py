@@ -5,7 +5,7 @@ both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from node_runtime.errors import InternalError, InvalidRequest
@@ -43,6 +43,7 @@ from node_runtime.handoff.events import (
     Tick,
 )
 from node_runtime.handoff.lease import DEFAULT_GRANT_BOUND_S, WriterLease, beat_interval_ms
+from node_runtime.handoff.messages import XXH3
 from node_runtime.handoff.states import PREFILL_TABLE, PREFILL_TERMINAL, PrefillState, Verdict, refuse
 
 # How long a granted handoff may stand still, with nothing computed on the whole node and nothing landed, before the
@@ -70,16 +71,19 @@ class PrefillHandoff:
         *,
         check_start: Callable[[Start], None],
         check_grant: Callable[[Start, Grant], None],
+        checksum_kinds: Sequence[str] = (),
         stall_bound_s: float = STALL_BOUND_S,
         grant_bound_s: float = DEFAULT_GRANT_BOUND_S,
     ) -> None:
         """
         Args:
+            checksum_kinds: Digests that this node can take beside XXH3.
             stall_bound_s: How long a granted handoff may go without Progressed.
             grant_bound_s: How long a prompt may be ready without a grant.
         """
         self._check_start = check_start
         self._check_grant = check_grant
+        self._checksum_kinds = checksum_kinds
         self._stall_bound_s = stall_bound_s
         self._state = PrefillState.OPEN
         self._stream_open = True
@@ -97,6 +101,12 @@ class PrefillHandoff:
     @property
     def is_terminal(self) -> bool:
         return self._state in PREFILL_TERMINAL
+
+    @property
+    def checksum_kind(self) -> str:
+        """What the checksums are digests of: the first of those that the peer offers and this node can take."""
+        offered = self._opened().checksum_kinds
+        return next((kind for kind in offered if kind in self._checksum_kinds), XXH3)
 
     @property
     def wakeup_at_s(self) -> float | None:
@@ -202,6 +212,7 @@ class PrefillHandoff:
             handoff_id=start.handoff_id,
             cached_tokens=event.cached_tokens,
             beat_interval_ms=beat_interval_ms(start.lease_ms),
+            checksum_kind=self.checksum_kind,
         )
 
     def _beat(self, now_s: float) -> tuple[PrefillAction, ...]:

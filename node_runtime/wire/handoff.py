@@ -10,6 +10,7 @@ from pdmesh.v1 import handoff_pb2
 
 from node_runtime.errors import InvalidRequest
 from node_runtime.handoff.messages import (
+    XXH3,
     Abort,
     Beat,
     Checksums,
@@ -81,6 +82,8 @@ def response_to_proto(message: ResponseMessage) -> handoff_pb2.HandoffResponse:
                 handoff_id=message.handoff_id,
                 cached_tokens=message.cached_tokens,
                 beat_interval_ms=message.beat_interval_ms,
+                # As a release says it that knows no other.
+                checksum_kind="" if message.checksum_kind == XXH3 else message.checksum_kind,
             )
             return handoff_pb2.HandoffResponse(ready=ready)
         case Beat():
@@ -111,6 +114,7 @@ def response_from_proto(message: handoff_pb2.HandoffResponse) -> ResponseMessage
                     handoff_id=ready.handoff_id,
                     cached_tokens=ready.cached_tokens,
                     beat_interval_ms=ready.beat_interval_ms,
+                    checksum_kind=ready.checksum_kind or XXH3,
                 )
             case "beat":
                 return Beat(handoff_id=message.beat.handoff_id, number=message.beat.number)
@@ -139,6 +143,7 @@ def _start_to_proto(start: Start) -> handoff_pb2.Start:
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
+        checksum_kinds=start.checksum_kinds,
         num_output_tokens=start.num_output_tokens,
         adapter=adapter_to_proto(start.adapter),
         num_prompt_logprobs=start.sampling.num_prompt_logprobs,
@@ -161,6 +166,7 @@ def _start_from_proto(start: handoff_pb2.Start) -> Start:
         prefill_incarnation=start.prefill_incarnation,
         lease_ms=start.lease_ms,
         wants_checksums=start.wants_checksums,
+        checksum_kinds=tuple(start.checksum_kinds),
         num_output_tokens=start.num_output_tokens,
         adapter=adapter_from_proto(start.adapter) if start.HasField("adapter") else None,
     )

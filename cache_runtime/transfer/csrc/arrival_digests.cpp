@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "digest_variants.h"
-
 namespace pdmesh::transfer {
 
 std::uint64_t digest_of(DigestCore core, const Span& span) {
@@ -13,7 +11,8 @@ std::uint64_t digest_of(DigestCore core, const Span& span) {
   return digest;
 }
 
-ArrivalDigests::ArrivalDigests(std::vector<Span> blocks) : core_(choose_digest_core()) {
+ArrivalDigests::ArrivalDigests(std::vector<Span> blocks, DigestKind kind)
+    : kind_(kind), core_(choose_digest_core(kind)) {
   std::sort(blocks.begin(), blocks.end(),
             [](const Span& left, const Span& right) { return left.begin < right.begin; });
   for (const Span& block : blocks) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "digest_core.h"
+#include "digest_variants.h"
 #include "span.h"
 
 namespace pdmesh::transfer {
@@ -22,7 +23,9 @@ class ArrivalDigests {
  public:
   // `blocks`: what is hashed as a whole, each on its own; not those of more than `kMaxHashedBytes`, whose
   // begin has left the cache when their end arrives.
-  explicit ArrivalDigests(std::vector<Span> blocks);
+  ArrivalDigests(std::vector<Span> blocks, DigestKind kind);
+
+  DigestKind kind() const { return kind_; }
 
   // Bytes [begin, begin + num_bytes) were just placed.
   void note_placed(std::uint64_t begin, std::uint64_t num_bytes);
@@ -44,6 +47,7 @@ class ArrivalDigests {
   std::vector<Block>::const_iterator first_behind(std::uint64_t address) const;
 
   std::vector<Block> blocks_;  // in order
+  DigestKind kind_;
   DigestCore core_;
   std::uint64_t num_hashed_ = 0;
 };

@@ -2,6 +2,7 @@
 // lock, forwards.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -12,6 +13,7 @@
 #include <bit>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -108,10 +110,11 @@ nb::bytes to_bytes(const std::vector<std::uint64_t>& digests) {
   return nb::bytes(reinterpret_cast<const char*>(digests.data()), digests.size() * sizeof(std::uint64_t));
 }
 
-nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::string_view instruction_set) {
+nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::string_view kind,
+                        std::string_view instruction_set) {
   const auto addresses = view_rows<std::uint64_t>(begins);
   const std::vector<Extent> parts = to_rows<Extent>(extents);
-  const DigestCore core = choose_digest_core(instruction_set);
+  const DigestCore core = choose_digest_core(to_digest_kind(kind), instruction_set);
   std::vector<std::uint64_t> digests(addresses.size());
   {
     const nb::gil_scoped_release released;
@@ -120,23 +123,29 @@ nb::bytes digest_blocks(const Addresses& begins, const Spans& extents, std::stri
   return to_bytes(digests);
 }
 
-nb::bytes digest_span_table(const Spans& table) {
+nb::bytes digest_span_table(const Spans& table, std::string_view kind) {
   const auto spans = view_rows<Span>(table);
+  const DigestCore core = choose_digest_core(to_digest_kind(kind));
   std::vector<std::uint64_t> digests(spans.size());
   {
     const nb::gil_scoped_release released;
-    const DigestCore core = choose_digest_core();
     for (std::size_t index = 0; index < spans.size(); ++index) digests[index] = digest_of(core, spans[index]);
   }
   return to_bytes(digests);
 }
 
 void bind_digests(nb::module_& module) {
-  std::vector<std::string> names;
-  for (const DigestVariant& variant : runnable_digest_variants()) names.emplace_back(variant.name);
-  module.attr("DIGEST_VARIANTS") = nb::tuple(nb::cast(names));
-  module.def("digest_spans", &digest_span_table, "spans"_a);
-  module.def("digest_blocks", &digest_blocks, "begins"_a, "extents"_a, "instruction_set"_a = "");
+  std::vector<std::string> kinds;
+  std::vector<std::tuple<std::string, std::string>> variants;
+  for (const DigestKind kind : runnable_digest_kinds()) {
+    kinds.emplace_back(name_of(kind));
+    for (const DigestVariant& variant : runnable_digest_variants(kind))
+      variants.emplace_back(name_of(kind), variant.name);
+  }
+  module.attr("DIGEST_KINDS") = nb::tuple(nb::cast(kinds));
+  module.attr("DIGEST_VARIANTS") = nb::tuple(nb::cast(variants));
+  module.def("digest_spans", &digest_span_table, "spans"_a, "kind"_a);
+  module.def("digest_blocks", &digest_blocks, "begins"_a, "extents"_a, "kind"_a, "instruction_set"_a = "");
 }
 
 std::tuple<RunFault, std::size_t, std::size_t> check_run_table(const Runs& runs, const Spans& sources,
@@ -162,8 +171,9 @@ void bind_runs(nb::module_& module) {
 // A grant and how to end it.
 class Permit {
  public:
-  Permit(std::shared_ptr<GrantTable> table, const Key& key, std::vector<Span> spans, bool hashes)
-      : table_(std::move(table)), key_(key), grant_(table_->allow(key, std::move(spans), hashes)) {}
+  Permit(std::shared_ptr<GrantTable> table, const Key& key, std::vector<Span> spans,
+         std::optional<DigestKind> hashed_as)
+      : table_(std::move(table)), key_(key), grant_(table_->allow(key, std::move(spans), hashed_as)) {}
 
   void revoke() { table_->revoke(key_, grant_); }
   const Grant& grant() const { return *grant_; }
@@ -190,25 +200,28 @@ void bind_grants(nb::module_& module) {
       .def("revoke", &Permit::revoke, Released())
       .def(
           "digests",
-          [](const Permit& self, const Spans& blocks) {
+          [](const Permit& self, const Spans& blocks, std::string_view kind) {
             const auto spans = view_rows<Span>(blocks);
+            const DigestKind wanted = to_digest_kind(kind);
             std::vector<std::uint64_t> digests(spans.size());
             {
               const nb::gil_scoped_release released;
-              self.grant().digest(spans, digests);
+              self.grant().digest(wanted, spans, digests);
             }
             return to_bytes(digests);
           },
-          "blocks"_a)
+          "blocks"_a, "kind"_a)
       .def_prop_ro("num_hashed_blocks", [](const Permit& self) { return self.grant().num_hashed_spans(); });
   nb::class_<GrantTable>(module, "GrantTable")
       .def(nb::init<>())
       .def(
           "allow",
-          [](std::shared_ptr<GrantTable> self, const nb::bytes& key, const Spans& spans, bool hashes) {
-            return Permit(std::move(self), to_key(key), to_rows<Span>(spans), hashes);
+          [](std::shared_ptr<GrantTable> self, const nb::bytes& key, const Spans& spans,
+             std::optional<std::string_view> hashed_as) {
+            return Permit(std::move(self), to_key(key), to_rows<Span>(spans),
+                          hashed_as ? std::optional(to_digest_kind(*hashed_as)) : std::nullopt);
           },
-          "key"_a, "spans"_a, "hashes"_a = false)
+          "key"_a, "spans"_a, "hashed_as"_a = nb::none())
       .def("close", &GrantTable::close, Released())
       .def_prop_ro("num_refused_pieces", &GrantTable::num_refused_pieces)
       .def_prop_ro("num_placed_bytes", &GrantTable::num_placed_bytes);
@@ -247,10 +260,11 @@ void bind_sender(nb::module_& module) {
       .def(
           "post",
           [](Sender& self, std::uint64_t ticket, const nb::bytes& key, const Runs& runs, double timeout_s,
-             const Spans& blocks) {
-            self.post(ticket, to_key(key), to_rows<Piece>(runs), timeout_s, view_rows<Span>(blocks));
+             const Spans& blocks, std::string_view kind) {
+            self.post(ticket, to_key(key), to_rows<Piece>(runs), timeout_s, view_rows<Span>(blocks),
+                      to_digest_kind(kind));
           },
-          "ticket"_a, "key"_a, "runs"_a, "timeout_s"_a, "blocks"_a)
+          "ticket"_a, "key"_a, "runs"_a, "timeout_s"_a, "blocks"_a, "kind"_a)
       .def("give_up", &Sender::give_up, "ticket"_a)
       .def("close", &Sender::close)
       .def("drive", &Sender::drive, "max_wait_s"_a, Released())

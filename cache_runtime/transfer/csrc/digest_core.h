@@ -1,7 +1,10 @@
-// Hashing of cache blocks, compiled once per instruction set.
+// Hashing of cache blocks, compiled once per kind of digest and instruction set.
 //
-// XXH3, 64 bits, seed 0, as the xxhash library has it: whatever it was compiled for, the digests are the
-// same.
+// Two kinds, whose digests have 64 bits and do not depend on what they were compiled for:
+// - XXH3, seed 0, as the xxhash library has it, which every machine can take;
+// - AES-16, defined in aes_digest.cpp, for processors that have instructions for AES. It takes one of them
+// for
+//   each vector that is read, so that it is as fast as a cache is read.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +24,7 @@ static_assert(sizeof(Extent) == 16);
 using DigestCore = void (*)(std::span<const std::uint64_t> begins, std::span<const Extent> extents,
                             std::span<std::uint64_t> digests);
 
+// XXH3.
 namespace baseline {
 DigestCore digest_core();
 }
@@ -28,6 +32,17 @@ namespace avx2 {
 DigestCore digest_core();
 }
 namespace avx512 {
+DigestCore digest_core();
+}
+
+// AES-16, with vectors of 128, 256 and 512 bits.
+namespace aesni {
+DigestCore digest_core();
+}
+namespace vaes256 {
+DigestCore digest_core();
+}
+namespace vaes512 {
 DigestCore digest_core();
 }
 

@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "digest_variants.h"
-
 namespace pdmesh::transfer {
 namespace {
 
@@ -32,8 +30,8 @@ std::vector<Span> joined(std::vector<Span> spans) {
 
 }  // namespace
 
-Grant::Grant(std::vector<Span> spans, bool hashes) : spans_(joined(spans)) {
-  if (hashes) digests_.emplace(std::move(spans));
+Grant::Grant(std::vector<Span> spans, std::optional<DigestKind> hashed_as) : spans_(joined(spans)) {
+  if (hashed_as) digests_.emplace(std::move(spans), *hashed_as);
 }
 
 bool Grant::covers(std::uint64_t begin, std::uint64_t num_bytes) const {
@@ -48,9 +46,9 @@ void Grant::revoke() {
   const std::lock_guard lock(fence_);
 }
 
-void Grant::digest(std::span<const Span> blocks, std::span<std::uint64_t> digests) const {
-  const DigestCore core = choose_digest_core();
-  if (!digests_) {
+void Grant::digest(DigestKind kind, std::span<const Span> blocks, std::span<std::uint64_t> digests) const {
+  const DigestCore core = choose_digest_core(kind);
+  if (!digests_ || digests_->kind() != kind) {
     for (std::size_t index = 0; index < blocks.size(); ++index)
       digests[index] = digest_of(core, blocks[index]);
     return;
@@ -68,8 +66,9 @@ std::uint64_t Grant::num_hashed_spans() const {
   return digests_ ? digests_->num_hashed() : 0;
 }
 
-std::shared_ptr<Grant> GrantTable::allow(const Key& key, std::vector<Span> spans, bool hashes) {
-  auto grant = std::make_shared<Grant>(std::move(spans), hashes);
+std::shared_ptr<Grant> GrantTable::allow(const Key& key, std::vector<Span> spans,
+                                         std::optional<DigestKind> hashed_as) {
+  auto grant = std::make_shared<Grant>(std::move(spans), hashed_as);
   const std::lock_guard lock(mutex_);
   if (is_closed_) throw std::runtime_error("the engine is closed");
   if (!grants_.emplace(key, grant).second) throw std::invalid_argument("key: it has a live grant already");

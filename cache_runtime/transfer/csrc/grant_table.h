@@ -21,8 +21,8 @@ namespace pdmesh::transfer {
 // Memory granted under one key. Its spans never change; it is live until it is revoked, once.
 class Grant {
  public:
-  // With `hashes` each span is hashed as it arrives.
-  explicit Grant(std::vector<Span> spans, bool hashes = false);
+  // With `hashed_as` each span is hashed as it arrives.
+  explicit Grant(std::vector<Span> spans, std::optional<DigestKind> hashed_as = std::nullopt);
 
   bool covers(std::uint64_t begin, std::uint64_t num_bytes) const;
 
@@ -49,7 +49,7 @@ class Grant {
   void revoke();
 
   // Into `digests`, one for each of `blocks`, what these hold now; also after `revoke`.
-  void digest(std::span<const Span> blocks, std::span<std::uint64_t> digests) const;
+  void digest(DigestKind kind, std::span<const Span> blocks, std::span<std::uint64_t> digests) const;
 
   // Spans that were hashed as they arrived.
   std::uint64_t num_hashed_spans() const;
@@ -65,7 +65,8 @@ class GrantTable {
  public:
   // See Grant. Throws std::invalid_argument when the key is live already, a span is empty or none is given,
   // and std::runtime_error after `close`.
-  std::shared_ptr<Grant> allow(const Key& key, std::vector<Span> spans, bool hashes = false);
+  std::shared_ptr<Grant> allow(const Key& key, std::vector<Span> spans,
+                               std::optional<DigestKind> hashed_as = std::nullopt);
 
   // Idempotent; see Grant::revoke.
   void revoke(const Key& key, const std::shared_ptr<Grant>& grant);

@@ -11,6 +11,9 @@ namespace {
 
 // How much is copied before the fence is looked at again: bounds how long a revocation waits.
 constexpr std::uint64_t kMaxFencedBytes = 1ull << 20;
+// The same where blocks are hashed: what was copied, and what it was copied from, must still be in the core's
+// cache then.
+constexpr std::uint64_t kMaxHashedStepBytes = 128ull << 10;
 // What one call asks the socket for: hardly ever is more there, and every buffer that is named costs time.
 constexpr std::uint64_t kMaxReceivedBytes = 256ull << 10;
 constexpr std::size_t kMaxBuffers = 512;
@@ -103,13 +106,15 @@ const std::byte* Receiver::find_source(const Piece& piece) const {
 }
 
 void Receiver::copy_pieces(Placing& placing) const {
+  const bool hashes = placing.grant && placing.grant->hashes();
+  const std::uint64_t max_step_bytes = hashes ? kMaxHashedStepBytes : kMaxFencedBytes;
   for (std::size_t index = 0; index < pieces_.size(); ++index) {
     const Piece& piece = pieces_[index];
     const std::byte* source = find_source(piece);
     auto* target = reinterpret_cast<std::byte*>(piece.target);
     bool is_placed = placing.is_granted(piece);
-    for (std::uint64_t done = 0; is_placed && done < piece.num_bytes; done += kMaxFencedBytes) {
-      const std::uint64_t num_bytes = std::min(kMaxFencedBytes, piece.num_bytes - done);
+    for (std::uint64_t done = 0; is_placed && done < piece.num_bytes; done += max_step_bytes) {
+      const std::uint64_t num_bytes = std::min(max_step_bytes, piece.num_bytes - done);
       is_placed = placing.grant->place([&] {
         std::memcpy(target + done, source + done, num_bytes);
         placing.grant->note_placed(piece.target + done, num_bytes);

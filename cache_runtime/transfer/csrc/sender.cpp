@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "arrival_digests.h"
-#include "digest_variants.h"
 #include "socket_io.h"
 
 namespace pdmesh::transfer {
@@ -50,7 +49,6 @@ Sender::Sender(int descriptor, bool is_shared, double progress_timeout_s)
     : descriptor_(descriptor),
       is_shared_(is_shared),
       progress_timeout_(to_duration(progress_timeout_s)),
-      core_(choose_digest_core()),
       wake_descriptor_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       progressed_at_(Clock::now()) {
   if (wake_descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -61,13 +59,14 @@ Sender::~Sender() {
 }
 
 void Sender::post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s,
-                  std::span<const Span> blocks) {
+                  std::span<const Span> blocks, DigestKind kind) {
   Write write{};
   write.ticket = ticket;
   write.key = key;
   write.pieces = cut(std::move(runs));
   write.timeout = to_duration(timeout_s);
   write.deadline = Clock::now() + write.timeout;
+  write.core = choose_digest_core(kind);
   write.digests.resize(blocks.size());
   for (std::size_t place = 0; place < blocks.size(); ++place) write.blocks.push_back({blocks[place], place});
   std::sort(write.blocks.begin(), write.blocks.end(),
@@ -253,13 +252,13 @@ void Sender::note_sent(std::size_t num_bytes) {
 }
 
 // Those that end in what went out just now, sources [begin, end), of which the cache still has the most.
-void Sender::hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end) const {
+void Sender::hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end) {
   const auto after = [](std::uint64_t address, const OutgoingBlock& block) {
     return address < block.span.end;
   };
   auto block = std::upper_bound(write.blocks.begin(), write.blocks.end(), begin, after);
   for (; block != write.blocks.end() && block->span.end <= end; ++block) {
-    write.digests[block->place] = digest_of(core_, block->span);
+    write.digests[block->place] = digest_of(write.core, block->span);
   }
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "digest_core.h"
+#include "digest_variants.h"
 #include "frames.h"
 #include "span.h"
 
@@ -55,10 +56,10 @@ class Sender {
 
   // Queues a write; its sources must stay as they are until it ended. Runs longer than a piece may be are
   // cut. `timeout_s`: how long it may wait until something of it is posted, and from there on until more is.
-  // `blocks`: parts of the sources that are hashed as they go out, each as a whole; a block must lie in one
-  // run.
+  // `blocks`: parts of the sources that are hashed as they go out, each as a whole, into digests of `kind`; a
+  // block must lie in one run.
   void post(std::uint64_t ticket, const Key& key, std::vector<Piece> runs, double timeout_s,
-            std::span<const Span> blocks = {});
+            std::span<const Span> blocks = {}, DigestKind kind = DigestKind::kXxh3);
 
   // Posts nothing more of a write; of every write, and lets `drive` end when none is left.
   void give_up(std::uint64_t ticket);
@@ -87,6 +88,7 @@ class Sender {
     Clock::duration timeout;
     Clock::time_point deadline;         // of the next batch
     std::vector<OutgoingBlock> blocks;  // by their end
+    DigestCore core;
     std::vector<std::uint64_t> digests;
     std::size_t num_posted = 0;  // pieces
     std::uint32_t num_batches_under_way = 0;
@@ -111,7 +113,7 @@ class Sender {
   bool work();
   bool post_batches();
   void begin_batch(Write& write);
-  void hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end) const;
+  static void hash_blocks(Write& write, std::uint64_t begin, std::uint64_t end);
   void append_source(const Piece& piece);
   bool flush();
   std::span<iovec> next_buffers();
@@ -126,7 +128,6 @@ class Sender {
   const int descriptor_;
   const bool is_shared_;
   const Clock::duration progress_timeout_;
-  const DigestCore core_;
   int wake_descriptor_;
 
   std::mutex mutex_;

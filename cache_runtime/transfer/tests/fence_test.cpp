@@ -276,36 +276,40 @@ TEST_P(ConnectionTest, WhatIsNotPostedInTimeOrNoLongerWantedIsNeverSent) {
 
 TEST_P(ConnectionTest, BlocksAreHashedAsTheyMoveWhileOthersAskForThem) {
   constexpr std::size_t kBlockBytes = 10'000, kNumBlocks = 400;
+  const DigestKind kind = runnable_digest_kinds().front();
   Connection connection(GetParam(), kNumBlocks * kBlockBytes);
   std::vector<Span> sent, placed;
   for (std::size_t at = 0; at < connection.source.size(); at += kBlockBytes) {
     sent.push_back(span(connection.source, at, at + kBlockBytes));
     placed.push_back(span(connection.target, at, at + kBlockBytes));
   }
-  const auto grant = connection.grants->allow(kKey, placed, true);
+  const auto grant = connection.grants->allow(kKey, placed, kind);
   connection.serve();
   std::vector<std::uint64_t> expected(kNumBlocks), found(kNumBlocks);
   for (std::size_t block = 0; block < kNumBlocks; ++block) {
-    expected[block] = digest_of(choose_digest_core(), sent[block]);
+    expected[block] = digest_of(choose_digest_core(kind), sent[block]);
   }
   std::atomic<bool> is_over = false;
   std::thread asking([&] {
     // Blocks that have landed; those that have not would be read under the writer's hand.
     std::vector<std::uint64_t> one(1);
     while (!is_over) {
-      if (grant->num_hashed_spans() == kNumBlocks) grant->digest({&placed[3], 1}, one);
+      if (grant->num_hashed_spans() == kNumBlocks) grant->digest(kind, {&placed[3], 1}, one);
     }
   });
   const Piece whole{address(connection.source), address(connection.target), connection.source.size()};
-  connection.sender->post(1, kKey, {whole}, kPatienceS, sent);
+  connection.sender->post(1, kKey, {whole}, kPatienceS, sent, kind);
   const Ending ending = connection.drive(1).at(1);
   is_over = true;
   asking.join();
   EXPECT_EQ(ending.outcome, Outcome::kLanded);
   EXPECT_EQ(ending.digests, expected);
   EXPECT_EQ(grant->num_hashed_spans(), kNumBlocks);
-  grant->digest(placed, found);
+  grant->digest(kind, placed, found);
   EXPECT_EQ(found, expected);
+  // One of another kind is taken of what the block holds now.
+  grant->digest(DigestKind::kXxh3, {&placed[7], 1}, {found.data(), 1});
+  EXPECT_EQ(found[0], digest_of(choose_digest_core(DigestKind::kXxh3), sent[7]));
 }
 
 TEST_P(ConnectionTest, AWriteWhoseTurnDoesNotComeEndsInTimeAndTheOneAheadOfItIsNotHurried) {

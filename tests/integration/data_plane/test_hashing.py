@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from integration.data_plane.planes import Memory
 
-from cache_runtime.transfer._native import NativePermit, digest_spans
+from cache_runtime.transfer._native import DIGEST_KINDS, NativePermit, digest_spans
 from cache_runtime.transfer.engine import (
     PeerLink,
     Permit,
@@ -20,6 +20,7 @@ from cache_runtime.transfer.engine import (
 from cache_runtime.transfer.runs import RunTable
 
 KEY = b"0123456789abcdef"
+KIND = DIGEST_KINDS[0]
 KIB = 1 << 10
 BLOCK_BYTES = 48 * KIB + 40
 NUM_BLOCKS = 300  # together longer than the longest piece and the longest batch
@@ -35,7 +36,7 @@ class Pair:
         self.target.register_with(self.receiver)
         self.sent = blocks_of(source.region)
         self.granted = blocks_of(self.target.region)
-        self.permit: Permit = self.receiver.allow(KEY, self.granted, hashes=True)
+        self.permit: Permit = self.receiver.allow(KEY, self.granted, hashed_as=KIND)
         self.link: PeerLink = make_engine().open_peer(self.receiver.endpoint, [self.target.region])
 
     @property
@@ -45,7 +46,8 @@ class Pair:
 
     def write(self, rows: list[tuple[int, int, int]], hashed: Spans) -> bytes:
         runs = RunTable(np.array(rows, dtype=np.int64))
-        return self.link.write(runs, key=KEY, timeout_s=PATIENCE_S, hashed=hashed).result(PATIENCE_S).digests
+        write = self.link.write(runs, key=KEY, timeout_s=PATIENCE_S, hashed=hashed, digest_kind=KIND)
+        return write.result(PATIENCE_S).digests
 
 
 def blocks_of(region: Region) -> Spans:
@@ -76,40 +78,55 @@ def test_the_sender_learns_what_it_sent_in_the_order_in_which_it_asked(pair: Pai
     if not pair.link.hashes:
         pytest.skip("the plane hashes nothing")
     order = np.random.default_rng(2).permutation(NUM_BLOCKS)
-    assert pair.write(whole(pair), pair.sent[order]) == digest_spans(pair.sent[order])
+    assert pair.write(whole(pair), pair.sent[order]) == digest_spans(pair.sent[order], KIND)
     assert pair.write(whole(pair), pair.sent[:0]) == b""
 
 
 @pytest.mark.parametrize("shape", [whole, scattered])
 def test_the_receiver_tells_what_arrived_in_runs_of_any_shape(pair: Pair, shape: Callable[[Pair], list]) -> None:
     pair.write(shape(pair), pair.sent[:0])
-    assert sorted_digests(pair.permit.digests(pair.granted)) == sorted_digests(digest_spans(pair.sent))
-    assert pair.permit.digests(pair.granted[::-1].copy()) == digest_spans(pair.granted[::-1].copy())
+    assert sorted_digests(pair.permit.digests(pair.granted, KIND)) == sorted_digests(digest_spans(pair.sent, KIND))
+    assert pair.permit.digests(pair.granted[::-1].copy(), KIND) == digest_spans(pair.granted[::-1].copy(), KIND)
     assert pair.num_hashed == NUM_BLOCKS
     pair.permit.revoke()
-    assert pair.permit.digests(pair.granted) == digest_spans(pair.granted)
+    assert pair.permit.digests(pair.granted, KIND) == digest_spans(pair.granted, KIND)
 
 
 def test_what_is_written_again_is_hashed_again_and_parts_of_blocks_are_read(pair: Pair) -> None:
     pair.write(whole(pair), pair.sent[:0])
-    before = pair.permit.digests(pair.granted)
+    before = pair.permit.digests(pair.granted, KIND)
     # All of block 0 from elsewhere, a little of block 1, and the end of block 2 with the begin of block 3.
     first, second, third = (int(pair.granted[index, 0]) for index in range(3))
     other = int(pair.sent[7, 0]) + 3
     pair.write([(other, first, BLOCK_BYTES)], pair.sent[:0])
     pair.write([(other, second + 100, 11), (other, third + BLOCK_BYTES - 5, 10)], pair.sent[:0])
-    after = pair.permit.digests(pair.granted)
-    assert after == digest_spans(pair.granted)
+    after = pair.permit.digests(pair.granted, KIND)
+    assert after == digest_spans(pair.granted, KIND)
     assert [index for index in range(NUM_BLOCKS) if after[8 * index :][:8] != before[8 * index :][:8]] == [0, 1, 2, 3]
     parts = np.array([[first + 1, first + 9], [second, third + 50]])
-    assert pair.permit.digests(parts) == digest_spans(parts)
+    assert pair.permit.digests(parts, KIND) == digest_spans(parts, KIND)
+
+
+def test_a_kind_that_no_processor_takes_is_refused_by_name(pair: Pair) -> None:
+    if not pair.link.hashes:
+        pytest.skip("the plane hashes nothing")
+    write = pair.link.write(RunTable(np.array(whole(pair))), key=KEY, timeout_s=PATIENCE_S, digest_kind="crc7")
+    with pytest.raises(TransferRejected, match='digest kind "crc7" is none of'):
+        write.result(PATIENCE_S)
+    with pytest.raises(ValueError, match='digest kind "crc7" is not known'):
+        pair.permit.digests(pair.granted, "crc7")
+
+
+def test_what_was_hashed_in_one_way_on_arrival_is_read_for_another(pair: Pair) -> None:
+    pair.write(whole(pair), pair.sent[:0])
+    assert pair.permit.digests(pair.granted, DIGEST_KINDS[-1]) == digest_spans(pair.sent, DIGEST_KINDS[-1])
 
 
 def test_a_grant_that_does_not_hash_tells_the_same(pair: Pair, source: Memory) -> None:
     pair.permit.revoke()
     pair.permit = pair.receiver.allow(KEY, pair.granted)
     pair.write(whole(pair), pair.sent[:0])
-    assert pair.permit.digests(pair.granted) == digest_spans(pair.sent)
+    assert pair.permit.digests(pair.granted, KIND) == digest_spans(pair.sent, KIND)
     assert pair.num_hashed in (0, NUM_BLOCKS)
 
 

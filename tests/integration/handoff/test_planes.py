@@ -211,8 +211,8 @@ async def test_a_write_that_no_grant_holds_is_refused_and_makes_nobody_suspect(m
     engine = data_plane.planes.engines[0]
     allow = engine.allow
 
-    def allow_nothing(key: bytes, spans: Spans, *, hashes: bool) -> Permit:
-        permit = allow(key, spans, hashes=hashes)
+    def allow_nothing(key: bytes, spans: Spans, *, hashed_as: str | None) -> Permit:
+        permit = allow(key, spans, hashed_as=hashed_as)
         permit.revoke()
         return permit
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
 import pytest
 from support.fake_compute import expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode
+
+from cache_runtime.transfer.checksums import RUNNABLE_DIGEST_KINDS, BlockHasher
+from cache_runtime.transfer.engine import XXH3
 
 PROMPT = list(range(40, 77))
 
@@ -71,12 +76,48 @@ async def test_a_sample_verifies_some_handoffs_and_not_others(mesh: FakeMesh) ->
     assert 0 < (await mesh.status(decode)).num_verified_handoffs < 41
 
 
+@pytest.mark.parametrize(
+    ("compared", "taken", "agreed"),
+    [
+        (RUNNABLE_DIGEST_KINDS, RUNNABLE_DIGEST_KINDS, RUNNABLE_DIGEST_KINDS[0]),
+        # As between adjacent releases, or processors one of which lacks the instructions.
+        (RUNNABLE_DIGEST_KINDS, (), XXH3),
+        ((), RUNNABLE_DIGEST_KINDS, XXH3),
+        (("of tomorrow", *RUNNABLE_DIGEST_KINDS), (*RUNNABLE_DIGEST_KINDS, "of yesterday"), RUNNABLE_DIGEST_KINDS[0]),
+    ],
+)
+async def test_nodes_agree_on_a_digest_that_both_can_take_and_find_damage_with_it(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, compared: tuple[str, ...], taken: tuple[str, ...], agreed: str
+) -> None:
+    monkeypatch.setattr("decode_node.verification.RUNNABLE_DIGEST_KINDS", compared)
+    monkeypatch.setattr("prefill_node.server.RUNNABLE_DIGEST_KINDS", taken)
+    kinds: set[str] = set()
+    digests = BlockHasher.digests
+
+    def noted(self: BlockHasher, field_id: str, blocks: Iterable[int], kind: str) -> bytes:
+        kinds.add(kind)
+        return digests(self, field_id, blocks, kind)
+
+    monkeypatch.setattr(BlockHasher, "digests", noted)
+    prefill, decode = await pair(mesh, "all")
+    answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address)
+    assert answer.token_ids == expected_tokens(PROMPT, 4)
+    mesh.fabric.flip_bit(decode.endpoint, 3)
+    code, _ = await mesh.error(decode, [9, *PROMPT], prefill_address=prefill.address)
+    assert code == grpc.StatusCode.DATA_LOSS
+    assert kinds == {agreed}
+    status = await mesh.status(decode)
+    assert (status.num_verified_handoffs, status.num_damaged_handoffs) == (3, 1)
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
 async def test_a_fault_while_hashing_ends_the_handoff_and_not_the_node(
     mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(mesh, "all")
 
-    def break_down(self: object, field_id: str, blocks: object) -> bytes:
+    def break_down(self: object, field_id: str, blocks: object, kind: str) -> bytes:
         raise RuntimeError("secret of the hasher")
 
     with monkeypatch.context() as patched:

@@ -108,6 +108,7 @@ starts = st.builds(
     prefill_incarnation=UINT64,
     lease_ms=LEASE_MS,
     wants_checksums=st.booleans(),
+    checksum_kinds=st.lists(PRINTABLE.filter(lambda kind: len(kind.encode()) <= 32), max_size=8).map(tuple),
     adapter=st.none() | adapters,
 ).flatmap(
     lambda start: st.builds(
@@ -150,7 +151,13 @@ request_messages = (
 )
 response_messages = (
     dones
-    | st.builds(Ready, handoff_id=HANDOFF_ID, cached_tokens=UINT32, beat_interval_ms=st.integers(0, 60_000))
+    | st.builds(
+        Ready,
+        handoff_id=HANDOFF_ID,
+        cached_tokens=UINT32,
+        beat_interval_ms=st.integers(0, 60_000),
+        checksum_kind=PRINTABLE,
+    )
     | st.builds(Beat, handoff_id=HANDOFF_ID, number=st.integers(1, 2**32 - 1))
     | st.builds(
         Checksums,
@@ -185,6 +192,32 @@ def test_a_start_whose_tokens_are_all_output_is_refused() -> None:
     start = handoff_pb2.Start(handoff_id=b"x" * 16, request_id="r", token_ids=[1, 2], num_output_tokens=2)
     with pytest.raises(InvalidRequest, match=r"start\.num_output_tokens: 2 given, fewer than the 2 of token_ids"):
         request_from_proto(handoff_pb2.HandoffRequest(start=start))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "refusal"),
+    [
+        (["x"] * 9, r"start\.checksum_kinds: 9 given, at most 8 allowed"),
+        (["x" * 33], r"start\.checksum_kinds: one of 33 bytes given, 1 to 32 allowed"),
+        ([""], r"start\.checksum_kinds: one of 0 bytes given"),
+    ],
+)
+def test_a_start_that_offers_too_much_is_refused(kinds: list[str], refusal: str) -> None:
+    start = handoff_pb2.Start(handoff_id=b"x" * 16, request_id="r", token_ids=[1], checksum_kinds=kinds)
+    with pytest.raises(InvalidRequest, match=refusal):
+        request_from_proto(handoff_pb2.HandoffRequest(start=start))
+
+
+def test_a_release_that_names_no_kind_of_digest_means_xxh3_and_is_told_so_in_the_same_way() -> None:
+    ready = handoff_pb2.HandoffResponse(ready=handoff_pb2.Ready(handoff_id=b"x" * 16))
+    message = response_from_proto(ready)
+    assert isinstance(message, Ready)
+    assert message.checksum_kind == "xxh3"
+    assert response_to_proto(message) == ready
+    start = handoff_pb2.Start(handoff_id=b"x" * 16, request_id="r", token_ids=[1], wants_checksums=True)
+    opening = request_from_proto(handoff_pb2.HandoffRequest(start=start))
+    assert isinstance(opening, Start)
+    assert opening.checksum_kinds == ()
 
 
 @settings(deadline=None)

@@ -35,7 +35,7 @@ class HeldLink:
         self.refusal: Exception | None = None
 
     def write(
-        self, runs, *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
+        self, runs, *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans, digest_kind: str
     ) -> Future[TransferReport]:
         if self.refusal is not None:
             raise self.refusal

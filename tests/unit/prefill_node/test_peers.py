@@ -37,6 +37,7 @@ class StalledLink:
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
         hashed: Spans = NO_SPANS,
+        digest_kind: str = "xxh3",
     ) -> Future[TransferReport]:
         self.writes.append(Future())
         return self.writes[-1]

@@ -37,7 +37,14 @@ class CopyingLink:
         self.num_writes: Counter[int] = Counter()
 
     def write(
-        self, runs: Sequence[Run], *, key: bytes, timeout_s: float, is_wanted: Callable[[], bool], hashed: Spans
+        self,
+        runs: Sequence[Run],
+        *,
+        key: bytes,
+        timeout_s: float,
+        is_wanted: Callable[[], bool],
+        hashed: Spans,
+        digest_kind: str,
     ) -> Future[TransferReport]:
         for run in runs:
             source = run.source_address - self._source.base_address

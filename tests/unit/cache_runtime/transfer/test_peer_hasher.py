@@ -11,6 +11,7 @@ import xxhash
 from unit.cache_runtime.transfer.manifests import logical, rank
 
 from cache_runtime.recipes.partition import TensorRank
+from cache_runtime.transfer.engine import XXH3
 from cache_runtime.transfer.peer_hasher import NodeHasher
 from cache_runtime.transfer.schema import (
     FieldPlacement,
@@ -84,7 +85,7 @@ def test_digests_are_of_whole_blocks_on_the_ranks_of_the_peer(content: Content, 
         for index in range(num_theirs):
             on_rank = [content.on_rank(item, TensorRank(rank=index, size=num_theirs), block) for block in (4, 1, 5)]
             expected = b"".join(xxhash.xxh3_64_digest(values.tobytes())[::-1] for values in on_rank)
-            assert hasher.digests(index, item.field_id, [4, 1, 5]) == expected
+            assert hasher.digests(index, item.field_id, [4, 1, 5], XXH3) == expected
 
 
 def test_no_block_outside_of_a_group_is_read(content: Content) -> None:
@@ -92,9 +93,9 @@ def test_no_block_outside_of_a_group_is_read(content: Content) -> None:
     hasher = NodeHasher(CACHE, [placement for placement, _ in ours]).for_peer(1)
     for bad in (-1, NUM_BLOCKS):
         with pytest.raises(ValueError, match=r"are not all in \[0, 6\)"):
-            hasher.digests(0, "k", [1, bad])
-    assert hasher.digests(0, "k", []) == b""
+            hasher.digests(0, "k", [1, bad], XXH3)
+    assert hasher.digests(0, "k", [], XXH3) == b""
     with pytest.raises(KeyError, match="strange"):
-        hasher.digests(0, "strange", [1])
+        hasher.digests(0, "strange", [1], XXH3)
     with pytest.raises(ValueError, match="lie nowhere here as a whole"):
         hasher.spans(0, "k", [1])

@@ -112,6 +112,20 @@ def test_a_good_handoff_sends_start_and_grant_and_ends_with_the_first_token() ->
     assert session.is_terminal
 
 
+def test_the_digests_are_of_the_kind_that_ready_names_and_of_none_that_was_not_offered() -> None:
+    opening = start(lease_ms=4000, wants_checksums=True, checksum_kinds=("new", "newer"))
+    for named in ("newer", "xxh3"):
+        session = DecodeHandoff(opening, drain_bound_s=0.0, notice_bound_s=0.0, vocab_size=VOCAB_SIZE)
+        session.handle(Begin(), 0.0)
+        session.handle(replace(ready(), checksum_kind=named), 0.0)
+        assert session.checksum_kind == named
+    session = DecodeHandoff(opening, drain_bound_s=0.0, notice_bound_s=0.0, vocab_size=VOCAB_SIZE)
+    session.handle(Begin(), 0.0)
+    with pytest.raises(InvalidRequest, match='checksum_kind: "other" given, offered were new, newer, xxh3'):
+        session.handle(replace(ready(), checksum_kind="other"), 0.0)
+    assert session.state is DecodeState.STARTED
+
+
 @pytest.mark.parametrize("state", DecodeState)
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
 def test_the_session_follows_its_table(state: DecodeState, kind: type) -> None:

@@ -107,6 +107,26 @@ def test_a_good_handoff_says_ready_writes_and_says_done() -> None:
     assert session.is_terminal
 
 
+@pytest.mark.parametrize(
+    ("offered", "known", "named"),
+    [
+        (("fast", "slow"), ("slow", "fast"), "fast"),
+        (("unheard of", "slow"), ("slow", "fast"), "slow"),
+        (("unheard of",), ("fast",), "xxh3"),
+        (("fast",), (), "xxh3"),
+        ((), ("fast",), "xxh3"),
+    ],
+)
+def test_ready_names_the_first_kind_of_digest_that_both_know(
+    offered: tuple[str, ...], known: tuple[str, ...], named: str
+) -> None:
+    session = new_session(checksum_kinds=known)
+    session.handle(start(wants_checksums=True, checksum_kinds=offered), 0.0)
+    (said,) = session.handle(ADMITTED, 0.0)
+    assert said == Send(message=Ready(handoff_id=ID, cached_tokens=4, checksum_kind=named))
+    assert session.checksum_kind == named
+
+
 def test_checksums_are_sent_while_the_handoff_lives_and_not_after_it_was_given_up() -> None:
     session = in_state(PrefillState.GRANTED)
     assert session.handle(SUMS, NOW_S) == (Send(message=SUMS.checksums),)

@@ -1,3 +1,4 @@
+// The XXH3 digest.
 #include "digest_core.h"
 
 #define XXH_INLINE_ALL
