@@ -184,6 +184,7 @@ class ModelExecutor:
         held = {
             group_id: self._placements[group_id].held_blocks(block_ids)
             for group_id, block_ids in zip(self._arena.contract.group_ids, plan.zero_blocks, strict=True)
+            if block_ids.size
         }
         for group_id, block_ids in held.items():
             self._arena.zero_blocks(group_id, block_ids)

@@ -38,18 +38,20 @@ class CpuKernels:
     def gather_rows(self, weight: interface.PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None: ...
     def store_rows(self, rows: torch.Tensor, locations: torch.Tensor, buffer: torch.Tensor) -> None: ...
     def multiply(self, input: torch.Tensor, weight: interface.PackedWeight, output: torch.Tensor) -> None: ...
-    def multiply_silu(
+    def silu_network(
         self,
         input: torch.Tensor,
         gate: interface.PackedWeight,
         up: interface.PackedWeight,
+        down: interface.PackedWeight,
         output: torch.Tensor,
     ) -> None: ...
-    def multiply_gelu_tanh(
+    def gelu_tanh_network(
         self,
         input: torch.Tensor,
         gate: interface.PackedWeight,
         up: interface.PackedWeight,
+        down: interface.PackedWeight,
         output: torch.Tensor,
     ) -> None: ...
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, eps: float, output: torch.Tensor) -> None: ...

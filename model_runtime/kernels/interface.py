@@ -48,13 +48,18 @@ class Kernels(Protocol):
         shapes contradict each other.
         """
 
-    def multiply_silu(self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor) -> None:
-        """`multiply` by `gate` and `up`, both [columns, depth], then `silu_multiply`, to the bit; `output` as there."""
-
-    def multiply_gelu_tanh(
-        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor
+    def silu_network(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, output: torch.Tensor
     ) -> None:
-        """`multiply_silu` with `gelu_tanh_multiply`."""
+        """Writes `output` = down(silu(gate) * up) of packed [width, depth], [width, depth] and [columns, width].
+
+        To the bit what `multiply` and `silu_multiply` give after one another; `input`, `output` and errors as there.
+        """
+
+    def gelu_tanh_network(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, output: torch.Tensor
+    ) -> None:
+        """`silu_network` with `gelu_tanh_multiply`."""
 
     def gather_rows(self, weight: PackedWeight, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Writes `output`[num_rows, depth] = the rows int64[num_rows] of a packed [columns, depth].

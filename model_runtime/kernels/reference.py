@@ -60,13 +60,19 @@ class ReferenceKernels:
     def multiply(self, input: torch.Tensor, weight: PackedWeight, output: torch.Tensor) -> None:
         output.copy_(input.double() @ plain_rows(weight).double().T)
 
-    def multiply_silu(self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor) -> None:
-        self.silu_multiply(self._side_by_side(input, gate, up), output)
-
-    def multiply_gelu_tanh(
-        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, output: torch.Tensor
+    def silu_network(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, output: torch.Tensor
     ) -> None:
-        self.gelu_tanh_multiply(self._side_by_side(input, gate, up), output)
+        gated = input.new_empty((input.shape[0], gate.num_columns))
+        self.silu_multiply(self._side_by_side(input, gate, up), gated)
+        self.multiply(gated, down, output)
+
+    def gelu_tanh_network(
+        self, input: torch.Tensor, gate: PackedWeight, up: PackedWeight, down: PackedWeight, output: torch.Tensor
+    ) -> None:
+        gated = input.new_empty((input.shape[0], gate.num_columns))
+        self.gelu_tanh_multiply(self._side_by_side(input, gate, up), gated)
+        self.multiply(gated, down, output)
 
     def _side_by_side(self, input: torch.Tensor, first: PackedWeight, second: PackedWeight) -> torch.Tensor:
         products = input.new_empty((input.shape[0], first.num_columns + second.num_columns))

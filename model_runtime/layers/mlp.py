@@ -22,7 +22,7 @@ class GatedMlp:
 
     def __init__(self, prefix: str, builder: LayerBuilder, gate: Gate = Gate.SILU) -> None:
         kernels, is_silu = builder.kernels, gate is Gate.SILU
-        self._multiply_gated = kernels.multiply_silu if is_silu else kernels.multiply_gelu_tanh
+        self._network = kernels.silu_network if is_silu else kernels.gelu_tanh_network
         self._gate_multiply = kernels.silu_multiply if is_silu else kernels.gelu_tanh_multiply
         self._gate = builder.linear(prefix + "gate_proj.weight")  # [intermediate, hidden]
         self._up = builder.linear(prefix + "up_proj.weight")  # [intermediate, hidden]
@@ -30,12 +30,18 @@ class GatedMlp:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        gated = hidden.new_empty((hidden.shape[0], self._gate.num_columns))  # [T, intermediate]
-        gate, up = self._gate.weight, self._up.weight
-        if gate is not None and up is not None:
-            self._multiply_gated(hidden, gate, up, gated)
-        else:
-            self._gate_multiply(torch.cat((self._gate(hidden), self._up(hidden)), dim=1), gated)
+        gate, up, down = self._gate.weight, self._up.weight, self._down.weight
+        if gate is None or up is None or down is None:
+            return self._by_layers(hidden)
+        output = torch.empty(hidden.shape)
+        self._network(hidden, gate, up, down, output)
+        return output
+
+    def _by_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same where adapters change a layer."""
+        gate_up = torch.cat((self._gate(hidden), self._up(hidden)), dim=1)  # [T, 2 * intermediate]
+        gated = torch.empty((hidden.shape[0], self._gate.num_columns))  # [T, intermediate]
+        self._gate_multiply(gate_up, gated)
         return self._down(gated)
 
 

@@ -41,6 +41,8 @@ class RotaryTable:
     def at(self, positions: torch.Tensor) -> Angles:
         """Angles of int64[num_tokens] positions."""
         angles = positions.float().unsqueeze(-1) * self._frequencies  # [tokens, head_dim / 2]
+        if self._magnitude == 1.0:
+            return Angles(cosines=angles.cos(), sines=angles.sin())
         return Angles(cosines=angles.cos().mul_(self._magnitude), sines=angles.sin().mul_(self._magnitude))
 
 

@@ -178,11 +178,7 @@ void gather_rows(CpuKernels& self, const PackedWeight& weight, const RowIds& row
   kernels::gather_rows(weight, rows.data(), static_cast<int>(rows.shape(0)), view(output));
 }
 
-void require_product(const CpuKernels& self, const Matrix& input, const PackedWeight& weight,
-                     const MutableMatrix& output) {
-  require_packed(self, weight);
-  require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
-                 "input and weight must have one depth");
+void require_output(const Matrix& input, const PackedWeight& weight, const MutableMatrix& output) {
   require_linear(output.shape(0) == input.shape(0), "output must have input's rows");
   require_linear(output.shape(1) == static_cast<std::size_t>(weight.num_columns()),
                  "output must have weight's rows as columns");
@@ -191,31 +187,37 @@ void require_product(const CpuKernels& self, const Matrix& input, const PackedWe
 
 void multiply(CpuKernels& self, const Matrix& input, const PackedWeight& weight,
               const MutableMatrix& output) {
-  require_product(self, input, weight, output);
+  require_packed(self, weight);
+  require_linear(input.shape(1) == static_cast<std::size_t>(weight.depth()),
+                 "input and weight must have one depth");
+  require_output(input, weight, output);
   const nb::gil_scoped_release unlocked;
   kernels::multiply(self.pool(), self.set().linear, view(input), static_cast<int>(input.shape(0)), weight,
                     view(output));
 }
 
-void multiply_gated(CpuKernels& self, GateCore gate_core, const Matrix& input, const PackedWeight& gate,
-                    const PackedWeight& up, const MutableMatrix& output) {
-  require_product(self, input, gate, output);
-  require_packed(self, up);
+void gated_network(CpuKernels& self, GateCore multiply_gate, const Matrix& input, const PackedWeight& gate,
+                   const PackedWeight& up, const PackedWeight& down, const MutableMatrix& output) {
+  for (const PackedWeight* weight : {&gate, &up, &down}) require_packed(self, *weight);
+  require_linear(input.shape(1) == static_cast<std::size_t>(gate.depth()),
+                 "input and gate must have one depth");
   require_linear(up.num_columns() == gate.num_columns() && up.depth() == gate.depth(),
                  "gate and up must have one shape");
+  require_linear(down.depth() == gate.num_columns(), "down must be as deep as gate has rows");
+  require_output(input, down, output);
   const nb::gil_scoped_release unlocked;
-  kernels::multiply_gated(self.pool(), self.set().linear, gate_core, view(input),
-                          static_cast<int>(input.shape(0)), gate, up, view(output));
+  kernels::gated_network(self.pool(), self.set().linear, {multiply_gate, gate, up, down}, view(input),
+                         static_cast<int>(input.shape(0)), self.scratch(), view(output));
 }
 
-void multiply_silu(CpuKernels& self, const Matrix& input, const PackedWeight& gate, const PackedWeight& up,
-                   const MutableMatrix& output) {
-  multiply_gated(self, self.set().silu_multiply, input, gate, up, output);
+void silu_network(CpuKernels& self, const Matrix& input, const PackedWeight& gate, const PackedWeight& up,
+                  const PackedWeight& down, const MutableMatrix& output) {
+  gated_network(self, self.set().silu_multiply, input, gate, up, down, output);
 }
 
-void multiply_gelu_tanh(CpuKernels& self, const Matrix& input, const PackedWeight& gate,
-                        const PackedWeight& up, const MutableMatrix& output) {
-  multiply_gated(self, self.set().gelu_tanh_multiply, input, gate, up, output);
+void gelu_tanh_network(CpuKernels& self, const Matrix& input, const PackedWeight& gate,
+                       const PackedWeight& up, const PackedWeight& down, const MutableMatrix& output) {
+  gated_network(self, self.set().gelu_tanh_multiply, input, gate, up, down, output);
 }
 
 }  // namespace bound
@@ -269,14 +271,12 @@ NB_MODULE(_native, module) {
       .def("multiply", &pdmesh::kernels::bound::multiply, "input"_a.noconvert(), "weight"_a.noconvert(),
            "output"_a.noconvert(),
            "output float32[rows, columns] = input [rows, depth] times the transpose of a packed weight.")
-      .def(
-          "multiply_silu", &pdmesh::kernels::bound::multiply_silu, "input"_a.noconvert(),
-          "gate"_a.noconvert(), "up"_a.noconvert(), "output"_a.noconvert(),
-          "output float32[rows, columns] = silu(product with gate) * product with up, both [columns, depth].")
-      .def("multiply_gelu_tanh", &pdmesh::kernels::bound::multiply_gelu_tanh, "input"_a.noconvert(),
-           "gate"_a.noconvert(), "up"_a.noconvert(), "output"_a.noconvert(),
-           "output float32[rows, columns] = gelu(product with gate) * product with up, both [columns, "
-           "depth].");
+      .def("silu_network", &pdmesh::kernels::bound::silu_network, "input"_a.noconvert(), "gate"_a.noconvert(),
+           "up"_a.noconvert(), "down"_a.noconvert(), "output"_a.noconvert(),
+           "output float32[rows, columns] = down(silu(gate) * up) of packed weights.")
+      .def("gelu_tanh_network", &pdmesh::kernels::bound::gelu_tanh_network, "input"_a.noconvert(),
+           "gate"_a.noconvert(), "up"_a.noconvert(), "down"_a.noconvert(), "output"_a.noconvert(),
+           "output float32[rows, columns] = down(gelu(gate) * up) of packed weights.");
   pdmesh::kernels::bind_rows(kernels);
   pdmesh::kernels::bind_states(kernels);
   pdmesh::kernels::bind_selection(kernels);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "instruction_set.h"
 #include "linear.h"
@@ -30,6 +31,7 @@ class CpuKernels {
   const InstructionSet& set() const { return set_; }
   WorkerPool& pool() { return pool_; }
   PanelMemory& panel_memory() { return panel_memory_; }
+  std::vector<float>& scratch() { return scratch_; }
   PagedAttention& attention() { return attention_; }
   Recurrence& recurrence() { return recurrence_; }
   void count_packed(const PackedWeight& weight) { num_packed_bytes_ += weight.num_bytes(); }
@@ -38,6 +40,7 @@ class CpuKernels {
   InstructionSet set_;
   WorkerPool pool_;
   PanelMemory panel_memory_;
+  std::vector<float> scratch_;  // of the running call
   PagedAttention attention_;
   Recurrence recurrence_;
   std::int64_t num_packed_bytes_ = 0;

@@ -190,22 +190,24 @@ void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int nu
   });
 }
 
-void multiply_gated(WorkerPool& pool, const LinearCore& core, GateCore gate_core, MatrixView input,
-                    int num_rows, const PackedWeight& gate, const PackedWeight& up,
-                    MutableMatrixView output) {
-  for_pieces(pool, gate, num_rows, [&](const Piece& piece) {
+void gated_network(WorkerPool& pool, const LinearCore& core, const GatedNetwork& network, MatrixView input,
+                   int num_rows, std::vector<float>& scratch, MutableMatrixView output) {
+  const std::int64_t width = network.gate.num_columns();
+  scratch.resize(std::max(scratch.size(), static_cast<std::size_t>(num_rows * width)));
+  for_pieces(pool, network.gate, num_rows, [&](const Piece& piece) {
     // Both halves of the piece stay in the caches until they have met.
     float products[kRowsPerPiece * 2 * kMostColumnsPerPanel];
     const std::int64_t stride = 2 * static_cast<std::int64_t>(piece.num_columns);
-    core.multiply_panel(piece.product(input, gate, products, stride));
-    core.multiply_panel(piece.product(input, up, products + piece.num_columns, stride));
-    gate_core({.input = products,
-               .input_stride = stride,
-               .output = output.data + piece.first_row * output.stride + piece.first_column,
-               .output_stride = output.stride,
-               .num_rows = piece.num_rows,
-               .width = piece.num_columns});
+    core.multiply_panel(piece.product(input, network.gate, products, stride));
+    core.multiply_panel(piece.product(input, network.up, products + piece.num_columns, stride));
+    network.multiply_gate({.input = products,
+                           .input_stride = stride,
+                           .output = scratch.data() + piece.first_row * width + piece.first_column,
+                           .output_stride = width,
+                           .num_rows = piece.num_rows,
+                           .width = piece.num_columns});
   });
+  multiply(pool, core, {scratch.data(), width}, num_rows, network.down, output);
 }
 
 }  // namespace pdmesh::kernels

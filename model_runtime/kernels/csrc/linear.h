@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "elementwise_core.h"
 #include "linear_core.h"
@@ -69,9 +70,17 @@ void gather_rows(const PackedWeight& weight, const std::int64_t* rows, int num_r
 void multiply(WorkerPool& pool, const LinearCore& core, MatrixView input, int num_rows,
               const PackedWeight& weight, MutableMatrixView output);
 
-// output [num_rows, num_columns] = f(input times gate) * (input times up), of weights of one shape; the bits
-// are those of the two products and of the gate after one another.
-void multiply_gated(WorkerPool& pool, const LinearCore& core, GateCore gate_core, MatrixView input,
-                    int num_rows, const PackedWeight& gate, const PackedWeight& up, MutableMatrixView output);
+// down(f(gate) * up), where gate and up are of one shape and down is as deep as they have columns.
+struct GatedNetwork {
+  GateCore multiply_gate;
+  const PackedWeight& gate;
+  const PackedWeight& up;
+  const PackedWeight& down;
+};
+
+// output [num_rows, down's columns]; the bits are those of the three products and of the gate after one
+// another. What is between them is left in `scratch`, which grows as needed.
+void gated_network(WorkerPool& pool, const LinearCore& core, const GatedNetwork& network, MatrixView input,
+                   int num_rows, std::vector<float>& scratch, MutableMatrixView output);
 
 }  // namespace pdmesh::kernels

@@ -45,41 +45,47 @@ def test_a_row_gets_the_same_bits_alone_in_a_batch_and_with_more_threads(instruc
 
 @pytest.mark.parametrize("num_rows", [1, 9, 200])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-def test_a_gated_product_has_the_bits_of_two_products_and_a_gate(
+def test_a_gated_network_has_the_bits_of_its_products_and_its_gate(
     instruction_set: str, gate: str, num_rows: int
 ) -> None:
     torch.manual_seed(7)
-    x, gate_weight, up_weight = torch.randn(num_rows, 150), torch.randn(205, 150), torch.randn(205, 150)
+    x, down = torch.randn(num_rows, 150), torch.randn(70, 205)
+    gate_weight, up = torch.randn(205, 150) * 0.1, torch.randn(205, 150) * 0.1
     kernels = _native.CpuKernels(1, instruction_set)
-    expected = torch.empty(num_rows, 205)
+    gated = torch.empty(num_rows, 205)
     getattr(kernels, f"{gate}_multiply")(
-        torch.cat((multiply(kernels, x, gate_weight), multiply(kernels, x, up_weight)), dim=1), expected
+        torch.cat((multiply(kernels, x, gate_weight), multiply(kernels, x, up)), dim=1), gated
     )
+    expected = multiply(kernels, gated, down)
     for num_threads in (1, 3):
-        kernels, wide = _native.CpuKernels(num_threads, instruction_set), torch.zeros(num_rows, 215)
-        getattr(kernels, f"multiply_{gate}")(x, kernels.pack(gate_weight), kernels.pack(up_weight), wide[:, 4:209])
-        assert torch.equal(wide[:, 4:209], expected)
-        assert not bool(wide[:, :4].any() or wide[:, 209:].any())
-    reference, output = ReferenceKernels(), torch.empty(num_rows, 205)
-    getattr(reference, f"multiply_{gate}")(x, reference.pack(gate_weight), reference.pack(up_weight), output)
+        kernels, wide = _native.CpuKernels(num_threads, instruction_set), torch.zeros(num_rows, 80)
+        packed = [kernels.pack(weight) for weight in (gate_weight, up, down)]
+        for _ in range(2):  # with scratch memory that was used before
+            getattr(kernels, f"{gate}_network")(x, *packed, wide[:, 4:74])
+            assert torch.equal(wide[:, 4:74], expected)
+        assert not bool(wide[:, :4].any() or wide[:, 74:].any())
+    reference, output = ReferenceKernels(), torch.empty(num_rows, 70)
+    getattr(reference, f"{gate}_network")(x, *(reference.pack(weight) for weight in (gate_weight, up, down)), output)
     assert torch.allclose(output, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("up", "output", "message"),
+    ("up", "down", "output", "message"),
     [
-        (torch.zeros(5, 8), torch.zeros(2, 4), "one shape"),
-        (torch.zeros(4, 9), torch.zeros(2, 4), "one shape"),
-        (torch.zeros(4, 8), torch.zeros(2, 8), "weight's rows as columns"),
-        (torch.zeros(4, 8), torch.zeros(3, 4), "input's rows"),
+        (torch.zeros(5, 8), torch.zeros(3, 4), torch.zeros(2, 3), "one shape"),
+        (torch.zeros(4, 9), torch.zeros(3, 4), torch.zeros(2, 3), "one shape"),
+        (torch.zeros(4, 8), torch.zeros(3, 5), torch.zeros(2, 3), "as deep as"),
+        (torch.zeros(4, 8), torch.zeros(3, 4), torch.zeros(2, 4), "weight's rows as columns"),
+        (torch.zeros(4, 8), torch.zeros(3, 4), torch.zeros(3, 3), "input's rows"),
     ],
 )
-def test_contradictory_operands_of_a_gated_product_are_refused(
-    up: torch.Tensor, output: torch.Tensor, message: str
+def test_contradictory_operands_of_a_gated_network_are_refused(
+    up: torch.Tensor, down: torch.Tensor, output: torch.Tensor, message: str
 ) -> None:
     kernels = _native.CpuKernels(1)
+    gate = kernels.pack(torch.zeros(4, 8))
     with pytest.raises(ValueError, match=message):
-        kernels.multiply_silu(torch.zeros(2, 8), kernels.pack(torch.zeros(4, 8)), kernels.pack(up), output)
+        kernels.silu_network(torch.zeros(2, 8), gate, kernels.pack(up), kernels.pack(down), output)
 
 
 def test_rows_of_a_wider_tensor_are_read_and_written_in_place(instruction_set: str) -> None:
