@@ -135,6 +135,12 @@ def example_request(http_address: str) -> str:
     return f"curl http://{http_address}/v1/completions -H 'content-type: application/json' -d '{body}'"
 
 
+def example_command(router: str, *, takes_chats: bool) -> str:
+    """The same for the command of this project; a model without a chat template refuses chats."""
+    prompt = "--chat 'What is gravity?'" if takes_chats else "'The capital of France is'"
+    return f"pdmesh generate --router {router} {prompt}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMesh:
     """A started mesh and the traces of what happens in it."""
@@ -205,10 +211,14 @@ def _busy(console: Console, message: str) -> AbstractContextManager[object]:
 
 async def run_up(options: UpOptions, model_path: Path, console: Console) -> None:
     """Carries out the command; returns after SIGTERM or SIGINT. Raises what `running_mesh` does."""
+    # Commands that only resolve a model start without it.
+    from model_runtime.text.tokenizer import has_chat_template
+
     with cancelled_by_signals():
         try:
             async with running_mesh(options, model_path, ConsoleLogs(console), console) as running:
-                console.print(f"try: pdmesh generate --router {running.router.address} --chat 'What is gravity?'")
+                command = example_command(running.router.address, takes_chats=has_chat_template(model_path))
+                console.print(f"try: {command}", highlight=False, soft_wrap=True)
                 try:
                     await running.mesh.run(_serve_until_cancelled(running, options, console))
                 except asyncio.CancelledError:

@@ -16,7 +16,7 @@ from rich.console import Console
 from node_runtime.errors import BadConfig
 from pdmesh_cli.logs import ConsoleLogs, FileLogs
 from pdmesh_cli.model_fetch import Progress
-from pdmesh_cli.up import UpOptions, cancelled_by_signals, example_request, mesh_plan, provide_model
+from pdmesh_cli.up import UpOptions, cancelled_by_signals, example_command, example_request, mesh_plan, provide_model
 
 _PATH = Path("/models/tiny.gguf")
 
@@ -71,6 +71,11 @@ def test_the_example_request_can_be_pasted_into_a_shell() -> None:
     words = shlex.split(example_request("127.0.0.1:8"))
     assert words[:2] == ["curl", "http://127.0.0.1:8/v1/completions"]
     assert json.loads(words[-1])["prompt"]
+
+
+def test_the_example_command_sends_no_chat_to_a_model_that_takes_none() -> None:
+    assert shlex.split(example_command("h:1", takes_chats=True))[3:] == ["h:1", "--chat", "What is gravity?"]
+    assert shlex.split(example_command("h:1", takes_chats=False))[3:] == ["h:1", "The capital of France is"]
 
 
 @pytest.mark.parametrize(("fused", "num_nodes"), [(False, 3), (True, 1)])
