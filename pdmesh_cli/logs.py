@@ -24,6 +24,7 @@ _NAME_WIDTH = 10
 _RECORD = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z ([A-Z]+) \S+ \[(\S+) \S+\] \S+: (.*)", re.DOTALL)
 _LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _REQUEST_ID_LENGTH = 8
+_TRACEBACK = "Traceback (most recent call last):"
 _COMPLAINTS = ("ERROR", "CRITICAL")
 # Records are single lines: what ends one inside of them is escaped.
 _LINE_END = "\\n"
@@ -68,6 +69,9 @@ def _for_people(line: str) -> Text:
         parts.append((f"{level} ", _LEVEL_STYLES.get(level, "bright_black")))
     if request_id != "-":
         parts.append((f"[{request_id[:_REQUEST_ID_LENGTH]}] ", "bright_black"))
+    if _TRACEBACK in message:
+        # A record is one line; people read it in the lines that it had.
+        message = message.replace("\\n", "\n  ")
     return Text.assemble(*parts, (message, _LEVEL_STYLES.get(level, "default")))
 
 

@@ -166,9 +166,14 @@ def test_console_lines_on_a_terminal_leave_out_what_a_person_does_not_need() -> 
     logs = ConsoleLogs(console)
     logs.write_line("decode-0", "2026-01-02T03:04:05.678Z INFO decode-0 [- -] pdmesh.lifecycle: is ready: yes")
     logs.write_line("router", "2026-01-02T03:04:06.001Z WARNING router [0123456789abcdef ff] pdmesh.rpc: refused")
+    failed = "lifecycle: the node failed: Traceback (most recent call last):\\n  File x\\nKeyError: 1"
+    logs.write_line("router", f"2026-01-02T03:04:07.001Z ERROR router [- -] pdmesh.{failed}")
     assert _printed(console).splitlines() == [
         "decode-0  | 03:04:05 is ready: yes",
         "router    | 03:04:06 WARNING [01234567] refused",
+        "router    | 03:04:07 ERROR the node failed: Traceback (most recent call last):",
+        "    File x",
+        "  KeyError: 1",
     ]
 
 
