@@ -171,11 +171,35 @@ def test_a_failure_after_stop_is_only_the_end_of_a_write(transfer, link, news) -
     assert news == [TransferDrained()]
 
 
-def test_a_wedged_write_never_counts_as_drained(transfer, link, news) -> None:
+def test_a_fault_that_is_found_after_the_end_is_not_told(transfer, news) -> None:
+    transfer.stop()
+    transfer.fail(ValueError("no such block"))
+    assert news == [TransferDrained()]
+
+
+def test_what_has_landed_is_told_once(transfer, link, news) -> None:
+    transfer.post([RUN])
+    link.land(0)
+    transfer.complete()
+    transfer.complete()
+    assert [type(item) for item in news] == [TransferLanded]
+
+
+@pytest.mark.parametrize("last", ["it lands", "it fails"])
+def test_a_wedged_write_never_counts_as_drained_however_the_others_end(
+    transfer, link, news, caplog: pytest.LogCaptureFixture, last: str
+) -> None:
+    transfer.post([RUN])
     transfer.post([RUN])
     link.writes[0].set_exception(LinkWedged("decode:1", "runs never ended"))
+    assert "runs never ended; the blocks of this handoff stay out of use" in caplog.text
     transfer.stop()
+    if last == "it lands":
+        link.land(1)
+    else:
+        link.writes[1].set_exception(TransferFailed("decode:1", "connection reset"))
     assert [type(item) for item in news] == [TransferFault]
+    assert caplog.text.count("stay out of use") == 1
 
 
 def test_a_write_that_is_posted_while_another_one_fails_is_still_waited_for(transfer, link, news) -> None:
