@@ -96,7 +96,10 @@ class World:
                 self._run_ready()
                 if is_done is not None and is_done():
                     return
-                if not self._advance(end_s):
+                # A callback that let the world go on may have gone beyond: the rest is for whoever waits for later.
+                if self.now_s > end_s:
+                    return
+                if not self._ready and not self._advance(end_s):
                     self.now_s = max(self.now_s, end_s)
                     return
         finally:
@@ -105,7 +108,8 @@ class World:
             asyncio._set_running_loop(outer)
 
     def _run_ready(self) -> None:
-        ready, set_running_loop = self._ready, asyncio._set_running_loop
+        """Everything that is due, or up to the first callback after which it is later than before."""
+        ready, set_running_loop, now_s = self._ready, asyncio._set_running_loop, self.now_s
         num_left = _MAX_CALLBACKS_AT_ONE_INSTANT
         while ready:
             callback = ready.popleft()
@@ -128,6 +132,8 @@ class World:
                 raise
             except BaseException as error:
                 process.call_exception_handler({"message": "a callback failed", "exception": error})
+            if self.now_s != now_s:
+                return
 
     def _advance(self, end_s: float) -> bool:
         """Moves time on to the next timer that anybody still waits for; False when there is none up to `end_s`."""

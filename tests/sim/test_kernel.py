@@ -93,6 +93,38 @@ def test_a_callback_can_let_the_rest_of_the_world_go_on(world: World) -> None:
     assert seen == ["begins", "meanwhile", "ends"]
 
 
+def test_whoever_lets_the_world_go_on_goes_on_in_time_though_another_does_so_without_end(world: World) -> None:
+    """Otherwise a node that computes one pass after the other would hold up the pass of another one."""
+    seen: list[float] = []
+    one, other = process_of(world), process_of(world)
+
+    def compute_for_ever() -> None:
+        world.run_until(world.now_s + 0.3)
+        other.call_soon(compute_for_ever)
+
+    def compute() -> None:
+        other.call_soon(compute_for_ever)
+        world.run_until(2.0)
+        seen.append(world.now_s)
+
+    one.call_at(1.0, compute)
+    world.run_until(10.0)
+    assert seen == [pytest.approx(2.0, abs=0.3)]
+
+
+def test_a_condition_is_seen_though_callbacks_go_on_without_end(world: World) -> None:
+    process, seen = process_of(world), []
+
+    def compute_for_ever() -> None:
+        world.run_until(world.now_s + 0.25)
+        seen.append(world.now_s)
+        process.call_soon(compute_for_ever)
+
+    process.call_soon(compute_for_ever)
+    world.run_until(10.0, lambda: len(seen) == 3)
+    assert world.now_s == 0.75
+
+
 def test_what_a_thread_would_do_is_done_in_the_loop(world: World) -> None:
     seen: list[int] = []
 
