@@ -25,6 +25,7 @@ from simulation.faults import (
 )
 from simulation.model import CONTEXT_TOKENS, VOCAB_SIZE, ModelKind
 from simulation.network import HANDOFF_MEDDLINGS, Meddling
+from simulation.pointed import draw_pointed
 from simulation.scenario import BEGIN_S, ROUTER, Pace, Request, Scenario
 from simulation.settings import ComputeSettings, RouterSettings
 from simulation.tenants import LIMITS, ROOMY
@@ -51,6 +52,8 @@ _SAMPLES_SHARE = 0.12
 _CROWD_SHARE = 0.006
 _TENANTS_SHARE = 0.1
 _HANG_SHARE = 0.04
+# How many scenarios are about one of the things that seldom come about by chance.
+_POINTED_SHARE = 0.1
 _NUM_CROWD = 38
 _FAST = Pace(control_s=0.0, data_s=0.0, compute_factor=1.0)
 
@@ -75,6 +78,9 @@ def draw_scenario(seed: int) -> Scenario:
         requests=_draw_requests(rng, rng.choice((2, 3, 4, 6, 8))),
         faults=(),
     )
+    pointed = Random(f"{seed}/purpose")
+    if pointed.random() < _POINTED_SHARE:
+        return draw_pointed(pointed, calm)
     # Of a source of its own: whether there are any changes nothing else.
     options = Random(f"{seed}/options")
     calm = _draw_options(options, calm)

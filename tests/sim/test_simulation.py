@@ -6,11 +6,17 @@ import secrets
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from random import Random
+
+import pytest
 
 from simulation.campaign import explain, run_seed
 from simulation.drawing import draw_scenario
+from simulation.pointed import draw_hedges, draw_lost_stream, draw_silence, with_rivals
 from simulation.run import simulate
+from simulation.scenario import Scenario
 from simulation.tenants import ROOMY
 
 FIXED_SEEDS = range(60, 120)
@@ -18,11 +24,11 @@ NUM_FRESH_SEEDS = 40
 
 
 def test_no_known_seed_breaks_a_promise_and_all_that_can_happen_does() -> None:
-    seen: Counter[str] = Counter()
+    num_runs: Counter[str] = Counter()
     for seed in FIXED_SEEDS:
         outcome = run_seed(seed)
         assert not outcome.findings, explain(outcome)
-        seen.update(outcome.seen)
+        num_runs.update(outcome.seen.keys())
     # A simulator that gets nowhere finds nothing.
     for name in (
         "quarantine",
@@ -39,8 +45,26 @@ def test_no_known_seed_breaks_a_promise_and_all_that_can_happen_does() -> None:
         "hedge won",
         "hedge lost",
         "several samples",
+        "move on silence",
+        "continuation",
     ):
-        assert seen[name], f"no known seed sees: {name}"
+        assert num_runs[name], f"no known seed sees: {name}"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(draw_hedges, "hedge"), (draw_lost_stream, "continuation"), (draw_silence, "move on silence")],
+)
+def test_scenarios_about_what_seldom_comes_about_by_chance_see_it(
+    draw: Callable[[Random, Scenario], Scenario], name: str
+) -> None:
+    for seed in range(12):
+        rng = Random(seed)
+        outcome = simulate(draw(rng, with_rivals(rng, replace(draw_scenario(seed), faults=()))))
+        assert not outcome.findings, explain(outcome)
+        if name in outcome.seen:
+            return
+    pytest.fail(f"none sees: {name}")
 
 
 def test_no_fresh_seed_breaks_a_promise() -> None:
