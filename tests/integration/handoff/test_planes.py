@@ -19,6 +19,7 @@ from cache_runtime.transfer.shm_engine import host_id, open_shm_engine
 from cache_runtime.transfer.stream_engine import open_stream_engine
 from node_runtime.engine.core import DataPlane
 from node_runtime.handoff.messages import FieldChecksums
+from node_runtime.wire.manifest import manifest_to_proto
 from prefill_node.checksums import ShippedBlocks
 
 PROMPT = list(range(40, 77))
@@ -112,7 +113,7 @@ async def test_shared_memory_that_cannot_be_reached_gives_way_to_the_stream(mesh
     bootstrap = other.node._receiving.peers._bootstrap
     rank = bootstrap._manifest.ranks[0]
     hidden = tuple(replace(offer, endpoint="nobody") if offer.name == "shm" else offer for offer in rank.planes)
-    bootstrap._manifest = replace(bootstrap._manifest, ranks=(replace(rank, planes=hidden),))
+    bootstrap._told_manifest = manifest_to_proto(replace(bootstrap._manifest, ranks=(replace(rank, planes=hidden),)))
     answer = await mesh.generate(other, PROMPT, prefill_address=one.address)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
     assert await used_planes(mesh, one, other) == ["stream", "stream"]
@@ -127,6 +128,7 @@ async def test_a_node_of_a_release_that_knows_no_offers_is_reached_over_the_plan
     if is_decode_older:
         asking = other.node._receiving.peers._bootstrap
         asking._manifest = replace(asking._manifest, ranks=(replace(asking._manifest.ranks[0], planes=()),))
+        asking._told_manifest = manifest_to_proto(asking._manifest)
     else:
         # It neither reads the offers nor says which plane it chose.
         bootstrap = one.node._peers.bootstrap
@@ -171,9 +173,9 @@ async def test_after_a_cancellation_the_fence_is_down_before_the_writer_knows(me
     engine = other.core.require_data_plane().planes.engines[0]
     allow, granted = engine.allow, list[tuple[bytes, Spans]]()
 
-    def noted(key: bytes, spans: Spans, *, hashes: bool) -> Permit:
+    def noted(key: bytes, spans: Spans, *, hashed_as: str | None) -> Permit:
         granted.append((key, spans))
-        return allow(key, spans, hashes=hashes)
+        return allow(key, spans, hashed_as=hashed_as)
 
     engine.allow = noted
     gate, steps = Gate(), one.node.engine
