@@ -137,13 +137,28 @@ KeyStep find_rows(const AttentionTile& tile, const QueryState& state, int first_
   return step;
 }
 
+// Adds the products of kVectors vectors from `d` on. A key's row is looked up once for all of them: there are
+// more rows than registers to hold their addresses.
+template <int kVectors>
+inline void add_products(const float* query, const float* const* rows, int d, Vec (&sums)[kLanes]) {
+  Vec q[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) q[v] = load(query + d + v * kLanes);
+#pragma GCC unroll 16
+  for (int j = 0; j < kLanes; ++j) {
+    const float* row = rows[j] + d;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sums[j] += q[v] * load(row + v * kLanes);
+  }
+}
+
 Vec score_keys(const float* query, const float* const* rows, int padded) {
   Vec sums[kLanes] = {};
-  for (int d = 0; d < padded; d += kLanes) {
-    const Vec q = load(query + d);
-#pragma GCC unroll 16
-    for (int j = 0; j < kLanes; ++j) sums[j] += q * load(rows[j] + d);
+  int d = 0;
+  for (; d + kVectorsPerSlice * kLanes <= padded; d += kVectorsPerSlice * kLanes) {
+    add_products<kVectorsPerSlice>(query, rows, d, sums);
   }
+  for (; d < padded; d += kLanes) add_products<1>(query, rows, d, sums);
   return sum_lanes(sums);
 }
 
