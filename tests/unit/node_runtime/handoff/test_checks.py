@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from support.handoff_values import ID, grant, start
+from support.handoff_values import ID, done, grant, start
 
 from cache_runtime.recipes.spec import CacheFamily, CacheRetention
 from cache_runtime.transfer.schema import GroupSchema
+from model_runtime.sampler import SampledToken, SamplingParams
 from node_runtime.errors import InvalidRequest
-from node_runtime.handoff.checks import GrantedGroup, check_grant, check_start
+from node_runtime.handoff.checks import GrantedGroup, check_done, check_grant, check_start
 from node_runtime.handoff.messages import GroupGrant, HandoffTimings, Start
 
 LIMITS = {
@@ -43,6 +46,7 @@ def changed(group: GroupGrant, **changes: object) -> GroupGrant:
     [
         ({"from_token": 3}, "from_token: 3 given, a multiple of 4 below 9"),
         ({"from_token": 12}, "from_token: 12 given"),
+        ({"from_token": 8, "num_prompt_tokens": 8}, "from_token: 8 given, a multiple of 4 below 8"),
         ({"groups": (FULL,)}, r"groups: \['full'\] given, \['fine', 'full'\] required"),
         ({"groups": (FULL, FINE, FINE)}, "groups"),
         ({"groups": (changed(FULL, group_id="ssm"), FINE)}, "ssm"),
@@ -114,6 +118,44 @@ def test_a_grant_of_expired_slots_is_refused_with_both_ranges() -> None:
 def test_a_prompt_outside_vocabulary_or_context_is_refused(tokens: tuple[int, ...], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_start(start(token_ids=tokens), vocab_size=50, context_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sampling", "words"),
+    [
+        (1, SamplingParams(logit_bias=((50, 1.0),)), r"sampling.logit_bias: token 50 is outside \[0, 50\)"),
+        (7000, SamplingParams(num_prompt_logprobs=20), "num_prompt_logprobs: 20 given for 7000 tokens, 147000 values"),
+    ],
+)
+def test_sampling_that_no_client_may_ask_for_is_refused_of_a_decode_node_too(
+    num_tokens: int, sampling: SamplingParams, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check_start(start(token_ids=(1,) * num_tokens, sampling=sampling), vocab_size=50, context_tokens=8000)
+
+
+LOGPROBS = tuple(SampledToken(token_id=token) for token in (2, 3, 4, 5))  # the prompt behind its first token
+
+
+@pytest.mark.parametrize("given", [(), LOGPROBS])
+def test_prompt_logprobs_that_were_asked_for_are_taken_and_an_older_release_sends_none(
+    given: tuple[SampledToken, ...],
+) -> None:
+    wanted = start(sampling=SamplingParams(num_prompt_logprobs=0))
+    check_done(replace(done(), prompt_logprobs=given), wanted, vocab_size=50, num_granted_blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "given", "num_tokens"),
+    [(None, LOGPROBS, 4), (0, LOGPROBS[1:], 3), (0, (*LOGPROBS[:3], SampledToken(token_id=6)), 4)],
+    ids=["nobody asked for them", "some are missing", "of another prompt"],
+)
+def test_prompt_logprobs_that_are_not_those_of_the_prompt_are_refused(
+    num_wanted: int | None, given: tuple[SampledToken, ...], num_tokens: int
+) -> None:
+    opened = start(sampling=SamplingParams(num_prompt_logprobs=num_wanted))
+    with pytest.raises(InvalidRequest, match=f"prompt_logprobs: of {num_tokens} tokens that are not the prompt's"):
+        check_done(replace(done(), prompt_logprobs=given), opened, vocab_size=50, num_granted_blocks=2)
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,14 @@ def test_checksums_that_leave_blocks_out_are_data_loss() -> None:
     assert session.state is DecodeState.CLOSED
 
 
+def test_a_done_that_counts_fewer_checksums_than_came_breaks_the_protocol() -> None:
+    session = in_state(DecodeState.GRANTED)
+    for event in (checksums(0), Verified(), checksums(1)):
+        session.handle(event, 0.0)
+    with pytest.raises(InvalidRequest, match="num_checksum_parts: 1 given, 2 came"):
+        session.handle(replace(SUMMED, num_checksum_parts=1), 0.0)
+
+
 def test_a_stream_that_ends_before_the_last_checksums_ends_the_handoff() -> None:
     session = in_state(DecodeState.GRANTED)
     session.handle(SUMMED, 0.0)
