@@ -17,6 +17,7 @@ from unit.model_runtime import tiny_llama
 
 from cache_runtime.transfer.schema import PlacementManifest
 from model_runtime.checkpoint import Checkpoint, open_checkpoint
+from node_runtime.wire.manifest import manifest_to_proto
 
 PROMPT = tiny_llama.random_prompt(37, seed=1)
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -129,7 +130,7 @@ async def test_a_peer_whose_ranks_cannot_be_linked_is_refused_at_bootstrap_with_
     prefill = await mesh.prefill()
     decode = await mesh.decode(num_ranks=2)
     bootstrap = decode.node._receiving.peers._bootstrap
-    bootstrap._manifest = with_ranks_apart(bootstrap._manifest)
+    bootstrap._told_manifest = manifest_to_proto(with_ranks_apart(bootstrap._manifest))
     code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
     assert code == grpc.StatusCode.FAILED_PRECONDITION
     assert "target ranks 0 and 1: reached at memory" in message
@@ -143,8 +144,7 @@ async def test_ranks_whose_memory_is_not_exposed_are_refused_at_bootstrap(mesh: 
     decode = await mesh.decode(num_ranks=2)
     bootstrap = decode.node._receiving.peers._bootstrap
     first, second = bootstrap._manifest.ranks
-    bootstrap._manifest = replace(
-        bootstrap._manifest, ranks=(first, replace(second, arena_base=second.arena_base + (1 << 40)))
-    )
+    elsewhere = replace(second, arena_base=second.arena_base + (1 << 40))
+    bootstrap._told_manifest = manifest_to_proto(replace(bootstrap._manifest, ranks=(first, elsewhere)))
     code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
     assert (code, "does not expose" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True), message
