@@ -14,6 +14,9 @@ case "$profile" in
   *) echo "setup: unknown profile '$profile' (runtime, dev or system)" >&2; exit 2 ;;
 esac
 
+# What it says is for people: on the standard output of `make bench-...` there are rows, and nothing else.
+exec >&2
+
 venv=.venv
 log=$venv/setup.log
 started=$SECONDS
