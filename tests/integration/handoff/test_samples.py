@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from pdmesh.v1 import inference_pb2
@@ -46,14 +47,14 @@ async def test_samples_are_exactly_what_requests_of_their_own_would_get_and_shar
 
 async def test_samples_go_on_when_their_decode_node_dies(mesh: FakeMesh) -> None:
     prefill = await mesh.prefill()
-    # Long enough for all samples to be under way before the first one ends.
     max_tokens, room = 150, {"num_lcm_blocks": 200}
     decode = [await mesh.decode(prefill, **room), await mesh.decode(prefill, **room)]
     await until(lambda: all(node.node.is_ready for node in decode), "the decode nodes have their peer")
     async with FakeRouter(prefill=[prefill], decode=decode) as router:
         gate = Gate()
+        # Slow enough for all samples to be under way before the first one ends, on a busy machine as well.
         for node in decode:
-            node.executor.before_pass = lambda plan: gate.wait() if plan.num_rows == 3 else None
+            node.executor.before_pass = lambda plan: gate.wait() if plan.num_rows == 3 else time.sleep(0.005)
         call = router.call(PROMPT, seed=1, max_tokens=max_tokens, num_samples=3)
         running = asyncio.ensure_future(_tokens_by_sample(call))
         await until(gate.reached.is_set, "all samples run on one node")
