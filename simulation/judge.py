@@ -14,10 +14,10 @@ from simulation.plane import DRAIN_BOUND_S
 from simulation.scenario import ROUTER, Request, Scenario
 from simulation.tenants import LIMITS
 
-# With so much time no request may run out of it while nothing is wrong.
+# With so much time no request of one sample may run out of it among its like while nothing is wrong.
 _PATIENCE_S = 4.0
 # Somebody else's trouble may keep blocks in quarantine for so long.
-_QUARANTINE_S = PEER_NOTICE_BOUND_S + DRAIN_BOUND_S + _PATIENCE_S
+_QUARANTINE_S = PEER_NOTICE_BOUND_S + DRAIN_BOUND_S
 # With so much time a request survives the loss of its nodes: it takes long to notice that one is gone, and meanwhile
 # the blocks on the other one may be in quarantine.
 _PLACED_ANEW_S = 25.0
@@ -114,7 +114,9 @@ class Judge:
     def _is_excused(self, request: Request, status: str) -> bool:
         """Whether a request may fail on nodes that are well: it has little time, or it fits nowhere."""
         if status == "DEADLINE_EXCEEDED":
-            return request.timeout_s < (_PATIENCE_S if not self.scenario.faults else _QUARANTINE_S)
+            # Whoever is in line behind samples waits for all of them, where memory is for one at a time.
+            patience_s = _PATIENCE_S * max(other.num_samples for other in self.asked)
+            return request.timeout_s < patience_s + (_QUARANTINE_S if self.scenario.faults else 0.0)
         if status == "RESOURCE_EXHAUSTED" and request.tenant in LIMITS:
             # Whether it had reached its limit is seen on the network.
             return True
