@@ -61,6 +61,7 @@ class Operator:
 
     async def _ask_to_leave(self, name: str, asking: Asking) -> None:
         host = self._hosts[name]
+        meant = host.process
         if asking is not Asking.SIGNAL:
             channel = self._channels[name]
             stub = channel.stub(mesh_pb2_grpc.NodeStub)
@@ -71,7 +72,8 @@ class Operator:
                 self._journal.note("operator", lambda: f"{name} cannot be told to drain: {reason}")
         if asking is Asking.BOTH:
             await asyncio.sleep(_SECOND_ASKING_S)
-        if asking is not Asking.CALL:
+        # A signal goes to the process that it was meant for, not to one that was started in its place.
+        if asking is not Asking.CALL and host.process is meant:
             host.leave("SIGTERM received")
 
     async def _restart_all(self, fault: RollingRestart) -> None:

@@ -19,8 +19,9 @@ from simulation.run import simulate
 from simulation.scenario import Scenario
 from simulation.tenants import ROOMY
 
-# In the last one requests wait for others' samples, for which memory is there one at a time.
-FIXED_SEEDS = (*range(60, 120), 30_791_249)
+# Then requests that wait for others' samples, for which memory is there one at a time, and a node whose power is cut
+# while it is to be asked to leave.
+FIXED_SEEDS = (*range(60, 120), 30_791_249, 1_950_185_448)
 NUM_FRESH_SEEDS = 40
 
 
