@@ -22,7 +22,7 @@ from decode_node.verification import TransferVerifier
 from node_runtime.adapters import AdapterId
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
-from node_runtime.errors import IncompatiblePeer, RequestCancelled
+from node_runtime.errors import IncompatiblePeer, PeerUnavailable, RequestCancelled
 from node_runtime.handoff.messages import HANDOFF_ID_BYTES, Start
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import Telemetry, TraceContext, current_context, span_names
@@ -94,7 +94,10 @@ class RemotePrefill:
             try:
                 received = await asyncio.shield(handoff.outcome)
             except HandoffFailedError as refusal:
-                if attempt == _MAX_ATTEMPTS or is_fresh or not may_retry(refusal):
+                # One that was reached just now and is gone is left to whoever placed the request; one that wants
+                # another bootstrap has lost this node in the meantime.
+                is_gone = is_fresh and isinstance(refusal.error, PeerUnavailable)
+                if attempt == _MAX_ATTEMPTS or is_gone or not may_retry(refusal):
                     raise refusal.error from None
                 self._peers.suspect(peer, refusal.error.message)
             except asyncio.CancelledError:

@@ -12,6 +12,9 @@ from pdmesh.v1 import inference_pb2
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
+from node_runtime.errors import NotBootstrapped
+from prefill_node.peers import DecodePeer, DecodePeers
+
 PROMPT = list(range(40, 77))
 
 
@@ -296,3 +299,24 @@ async def test_a_draining_node_finishes_what_it_has(mesh: FakeMesh, role: str) -
     gate.open()
     assert (await running).token_ids == expected_tokens(PROMPT, 8)
     await stopping
+
+
+async def test_a_peer_that_is_lost_right_after_its_bootstrap_is_bootstrapped_again(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a write of another handoff fails in that moment: nothing is wrong with the pair."""
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    find, refusals = DecodePeers.find, list[int]()
+
+    def find_later(peers: DecodePeers, incarnation: int) -> DecodePeer:
+        if not refusals:
+            refusals.append(incarnation)
+            raise NotBootstrapped("the data plane to it failed")
+        return find(peers, incarnation)
+
+    monkeypatch.setattr(DecodePeers, "find", find_later)
+    answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address, max_tokens=4)
+    assert answer.token_ids == expected_tokens(PROMPT, 4)
+    assert len(refusals) == 1
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
