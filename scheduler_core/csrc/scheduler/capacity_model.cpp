@@ -133,14 +133,9 @@ std::vector<GroupDemand> CapacityModel::FirstDemands(const PromptSpan& span) con
       demands.push_back({.extent = DenseGrowth{.extent_tokens = span.end_tokens - span.begin_tokens,
                                                .reserve_tokens = std::max(step_tokens, rest_tokens)}});
     } else {
-      // Without a prefix cache only a retracted request has a hit, and it does without if need be: limits do
-      // not count the state that it continues from.
-      const bool is_extra_state =
-          !enable_prefix_cache_ && geometry.kind() == AttentionKind::kState && span.begin_tokens > 0;
       demands.push_back({.extent = ExtentOf(group, span),
                          .num_promised_blocks = HeldAtMost(geometry, span.num_prompt_tokens,
-                                                           span.num_limit_tokens, span.is_local) +
-                                                (is_extra_state ? 1 : 0)});
+                                                           span.num_limit_tokens, span.is_local)});
     }
   }
   return demands;
