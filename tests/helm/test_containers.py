@@ -5,8 +5,6 @@ PDMESH_TEST_IMAGE names an image of `make image`; without it nothing is run here
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 import uuid
@@ -15,23 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.containers import IMAGE, OF_AN_IMAGE, podman
 from support.helm_chart import StartedContainer, render, started_containers
 
 from pdmesh_cli.model_fetch import ModelFetchError, resolve_model
 
-_IMAGE = os.environ.get("PDMESH_TEST_IMAGE", "")
 _SUBNET = "10.89.77"
 _START_S = 240.0
-pytestmark = [
-    pytest.mark.skipif(
-        not _IMAGE or shutil.which("podman") is None, reason="PDMESH_TEST_IMAGE names no image, or there is no podman"
-    ),
-    pytest.mark.timeout(600),
-]
-
-
-def _podman(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["podman", *arguments], capture_output=True, text=True, timeout=300, check=False)
+pytestmark = [*OF_AN_IMAGE]
 
 
 def _done(result: subprocess.CompletedProcess[str]) -> str:
@@ -56,17 +45,17 @@ class Cluster:
             (files / Path(path).name).write_text(text, encoding="utf-8")
         volumes = [f"--volume={files}:/etc/pdmesh:ro", f"--volume={self.model.parent}:/models:ro"]
         address = ["--ip", self.hosts[host], "--hostname", name, "--name", f"{self.network}-{name}"]
-        _done(_podman("run", "--detach", *address, *volumes, *self._options(started, but=host), *started.arguments))
+        _done(podman("run", "--detach", *address, *volumes, *self._options(started, but=host), *started.arguments))
 
     def run(self, started: StartedContainer) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
-        return _podman("run", "--rm", *self._options(started), *started.arguments)
+        return podman("run", "--rm", *self._options(started), *started.arguments)
 
     def _options(self, started: StartedContainer, *, but: str = "") -> list[str]:
         hosts = [f"--add-host={name}:{address}" for name, address in self.hosts.items() if name != but]
         environment = [f"--env={name}={value}" for name, value in started.environment.items()]
         rights = ["--read-only", "--tmpfs=/tmp", "--cap-drop=all", "--security-opt=no-new-privileges"]
-        return [f"--network={self.network}", *rights, *hosts, *environment, _IMAGE]
+        return [f"--network={self.network}", *rights, *hosts, *environment, IMAGE]
 
 
 @pytest.fixture
@@ -76,12 +65,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     except ModelFetchError as error:
         pytest.skip(str(error))
     network = f"pdmesh-{uuid.uuid4().hex[:8]}"
-    _done(_podman("network", "create", f"--subnet={_SUBNET}.0/24", network))
+    _done(podman("network", "create", f"--subnet={_SUBNET}.0/24", network))
     yield Cluster(network=network, directory=tmp_path, model=model)
-    names = _podman("ps", "--all", "--quiet", f"--filter=network={network}").stdout.split()
+    names = podman("ps", "--all", "--quiet", f"--filter=network={network}").stdout.split()
     if names:
-        _podman("rm", "--force", "--time=1", *names)
-    _podman("network", "rm", "--force", network)
+        podman("rm", "--force", "--time=1", *names)
+    podman("network", "rm", "--force", network)
 
 
 def test_a_release_answers_and_its_nodes_leave_when_they_are_told(cluster: Cluster) -> None:
@@ -107,5 +96,5 @@ def test_a_release_answers_and_its_nodes_leave_when_they_are_told(cluster: Clust
     assert "prefill on mesh-pdmesh-prefill-default-0, decode on mesh-pdmesh-decode-default-0" in answer.stderr
     for name in by_name:
         container = f"{cluster.network}-{name}"
-        _done(_podman("stop", "--time=60", container))
-        assert _done(_podman("inspect", "--format={{.State.ExitCode}}", container)).strip() == "0"
+        _done(podman("stop", "--time=60", container))
+        assert _done(podman("inspect", "--format={{.State.ExitCode}}", container)).strip() == "0"

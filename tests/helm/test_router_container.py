@@ -5,20 +5,18 @@ PDMESH_TEST_IMAGE names an image of `make image`, of either kind; `make check` r
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.containers import IMAGE, OF_AN_IMAGE, podman
 from support.helm_chart import render, started_containers
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 from node_runtime.rpc.health import LIVENESS_SERVICE
 
-_IMAGE = os.environ.get("PDMESH_TEST_IMAGE", "")
 _PYTHON = "/opt/pdmesh/bin/python"
 _ISOLATED = ["--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=all", "--security-opt=no-new-privileges"]
 _START_S = 120.0
@@ -31,23 +29,14 @@ stub = health_pb2_grpc.HealthStub(grpc.insecure_channel("127.0.0.1:7700"))
 answer = stub.Check(health_pb2.HealthCheckRequest(service="{LIVENESS_SERVICE}"), timeout=5)
 print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 """
-pytestmark = [
-    pytest.mark.skipif(
-        not _IMAGE or shutil.which("podman") is None, reason="PDMESH_TEST_IMAGE names no image, or there is no podman"
-    ),
-    pytest.mark.timeout(600),
-]
-
-
-def _podman(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["podman", *arguments], capture_output=True, text=True, timeout=300, check=False)
+pytestmark = [*OF_AN_IMAGE]
 
 
 def _run(
     *arguments: str, entrypoint: str = "pdmesh", options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command of the image to its end."""
-    return _podman("run", "--rm", *_ISOLATED, *options, f"--entrypoint={entrypoint}", _IMAGE, *arguments)
+    return podman("run", "--rm", *_ISOLATED, *options, f"--entrypoint={entrypoint}", IMAGE, *arguments)
 
 
 @pytest.fixture
@@ -62,27 +51,27 @@ def router(tmp_path: Path) -> Iterator[str]:
         (files / Path(path).name).write_text(text, encoding="utf-8")
     volumes = [f"--volume={files}:/etc/pdmesh:ro", f"--volume={model.parent}:/models:ro"]
     environment = [f"--env={name}={value}" for name, value in started.environment.items()]
-    begun = _podman("run", "--detach", *_ISOLATED, *volumes, *environment, _IMAGE, *started.arguments)
+    begun = podman("run", "--detach", *_ISOLATED, *volumes, *environment, IMAGE, *started.arguments)
     assert begun.returncode == 0, begun.stderr
     container = begun.stdout.strip()
     yield container
-    _podman("rm", "--force", "--time=1", container)
+    podman("rm", "--force", "--time=1", container)
 
 
 def _health(container: str) -> str:
-    return _podman("exec", container, _PYTHON, "-c", _ASK_HEALTH).stdout.strip()
+    return podman("exec", container, _PYTHON, "-c", _ASK_HEALTH).stdout.strip()
 
 
 def test_a_router_is_alive_reads_its_file_and_leaves_when_it_is_told(router: str) -> None:
     deadline_s = time.monotonic() + _START_S
     while (found := _health(router)) != "SERVING" and time.monotonic() < deadline_s:
         time.sleep(0.5)
-    assert found == "SERVING", _podman("logs", router).stderr
-    checked = _podman("exec", router, "pdmesh", "config", "check", "/etc/pdmesh/node.yaml")
+    assert found == "SERVING", podman("logs", router).stderr
+    checked = podman("exec", router, "pdmesh", "config", "check", "/etc/pdmesh/node.yaml")
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert _podman("stop", f"--time={_STOP_S}", router).returncode == 0
-    status = _podman("inspect", "--format={{.State.ExitCode}}", router).stdout.strip()
-    assert status == "0", _podman("logs", router).stderr
+    assert podman("stop", f"--time={_STOP_S}", router).returncode == 0
+    status = podman("inspect", "--format={{.State.ExitCode}}", router).stdout.strip()
+    assert status == "0", podman("logs", router).stderr
 
 
 def test_nothing_of_the_image_can_be_written_to_by_its_user() -> None:

@@ -358,7 +358,8 @@ async def test_subscribers_hear_the_load_as_it_changes_and_while_nothing_happens
     while heard[-1].load.running_requests != 0:
         heard.append(await subscription.read())
     heard.append(await subscription.read())
-    assert heard[-1].load.load_only
+    while not heard[-1].load.load_only:  # what the request left in the prefix cache is told behind its end
+        heard.append(await subscription.read())
     assert (heard[-1].sequence_number, len(heard[-1].events)) == (heard[-2].sequence_number, 0)
     assert [batch.load.sample for batch in heard] == list(range(1, len(heard) + 1))
     await fused.assert_all_blocks_return()

@@ -11,6 +11,7 @@ import pytest
 from pdmesh.v1 import inference_pb2
 from support.fake_mesh import Answer, FakeMesh, FakeNode
 from support.model_core import model_core
+from support.resuming import assert_goes_on_anywhere
 from transformers import PreTrainedModel
 from unit.model_runtime.reference_models import assert_greedy, random_prompt, save
 from unit.model_runtime.tiny_models import TINY_MODELS
@@ -109,23 +110,5 @@ async def test_exact_for_many_requests_at_a_time(pair: Pair, mesh: FakeMesh) -> 
 
 
 async def test_exact_without_a_prefill_node_and_behind_output_of_another_node(pair: Pair, mesh: FakeMesh) -> None:
-    prefill = await mesh.prefill()
-    decode = await mesh.decode(prefill, config={"local_prefill": "fallback"})
-    fused = await mesh.fused()
     prompt = pair.prompt(3 * GRAIN + 3, seed=6)
-    sampled = {"sampling": inference_pb2.SamplingParams(temperature=1.0, seed=9), "num_logprobs": 2}
-
-    for fields in ({}, sampled):
-        whole = await mesh.generate(fused, prompt, max_tokens=NUM_TOKENS, **fields)
-        local = await mesh.generate(decode, prompt, max_tokens=NUM_TOKENS, **fields)
-        assert local.tokens == whole.tokens
-        for num_before in (1, 11):
-            behind = [*prompt, *whole.token_ids[:num_before]]
-            left = {"max_tokens": NUM_TOKENS - num_before, "num_output_tokens": num_before, **fields}
-            for resumed in (
-                await answer(mesh, decode, prefill, behind, **left),
-                await mesh.generate(decode, behind, **left),
-            ):
-                assert resumed.tokens == whole.tokens[num_before:]
-    for node in (prefill, decode, fused):
-        await node.assert_all_blocks_return()
+    await assert_goes_on_anywhere(mesh, prompt, max_tokens=NUM_TOKENS, nums_before=(1, 11))

@@ -11,6 +11,7 @@ import pytest
 from pdmesh.v1 import inference_pb2
 from support.fake_mesh import Answer, FakeMesh, FakeNode, until
 from support.model_core import model_core
+from support.resuming import assert_goes_on_anywhere
 from transformers import Gemma3ForCausalLM
 from unit.model_runtime import tiny_gemma3
 from unit.model_runtime.reference_models import assert_greedy
@@ -99,25 +100,9 @@ async def test_exact_gemma3_after_prefix_hits_on_either_side(mesh: FakeMesh, ref
 
 
 async def test_exact_gemma3_without_a_prefill_node_and_behind_output_of_another_node(mesh: FakeMesh) -> None:
-    prefill = await mesh.prefill()
-    decode = await mesh.decode(prefill, config={"local_prefill": "fallback"})
-    fused = await mesh.fused()
     prompt = tiny_gemma3.random_prompt(3 * GRAIN + 3, seed=6)
-    for fields in ({}, {"sampling": inference_pb2.SamplingParams(temperature=1.0, seed=9), "num_logprobs": 2}):
-        whole = await mesh.generate(fused, prompt, max_tokens=NUM_TOKENS, **fields)
-        local = await mesh.generate(decode, prompt, max_tokens=NUM_TOKENS, **fields)
-        assert local.tokens == whole.tokens
-        # The first one within the window of the prompt's end, the other one when the window has left the prompt.
-        for num_before in (1, WINDOW + 2):
-            behind = [*prompt, *whole.token_ids[:num_before]]
-            left = {"max_tokens": NUM_TOKENS - num_before, "num_output_tokens": num_before, **fields}
-            for resumed in (
-                await answer(mesh, decode, prefill, behind, **left),
-                await mesh.generate(decode, behind, **left),
-            ):
-                assert resumed.tokens == whole.tokens[num_before:]
-    for node in (prefill, decode, fused):
-        await node.assert_all_blocks_return()
+    # Within the window of the prompt's end, and when the window has left the prompt.
+    await assert_goes_on_anywhere(mesh, prompt, max_tokens=NUM_TOKENS, nums_before=(1, WINDOW + 2))
 
 
 async def test_exact_gemma3_for_many_requests_in_arenas_of_two_sizes(

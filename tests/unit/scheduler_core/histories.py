@@ -98,11 +98,11 @@ class Prompt:
 
     num_tokens: int
     max_new_tokens: int | None
-    stem: int
-    fork_token: int
-    extra_keys: tuple[bytes, ...]
-    local_prefill: bool
-    flaw: str
+    stem: int = 0
+    fork_token: int = 0
+    extra_keys: tuple[bytes, ...] = ()
+    local_prefill: bool = False
+    flaw: str = ""
 
     def tokens(self) -> tuple[int, ...]:
         """Plain tokens are equal to their position, as most generated ones are: a later prompt can hit those too."""

@@ -39,7 +39,7 @@ from reference_model.values import Admission, Handover, Occupancy, RemotePrefill
 
 import scheduler_core as sc
 
-from .histories import Drawn, History, histories
+from .histories import Drawn, History, Prompt, Step, Submit, histories
 from .side_by_side import SideBySide
 
 settings.register_profile(
@@ -165,6 +165,26 @@ def test_a_prompt_whose_hits_are_scattered_over_many_parents_starts_without_them
         sides.plan()
     sides.submit([submission("turn3", turns)])
     assert sides.plan().admissions == [Admission("turn3", 0)]
+
+
+def test_what_gave_way_without_a_prefix_cache_comes_back_to_its_own_state() -> None:
+    shape = SchedulerShape(
+        role=Role.DECODE,
+        prefix_granularity=4,
+        num_lcm_blocks=21,
+        max_batch_size=5,
+        token_budget=24,
+        groups=(
+            GroupShape(group_id="full", block_granularity=4, cache_blocks_per_lcm_block=1),
+            GroupShape(group_id="state", kind=GroupKind.STATE, block_granularity=4, cache_blocks_per_lcm_block=1),
+        ),
+        enable_prefix_cache=False,
+        verify_width=4,
+        overlap_depth=1,
+        num_host_lcm_blocks=2,
+    )
+    short, long = Prompt(num_tokens=1, max_new_tokens=0), Prompt(num_tokens=32, max_new_tokens=None)
+    live_through((shape, [Submit((short,)), Submit((long, long)), *8 * [Step(ends=True, overlaps=False)]]))
 
 
 # The comparison itself.
