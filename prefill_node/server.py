@@ -182,9 +182,7 @@ class PrefillNode:
 
 async def serve(config: PrefillNodeConfig) -> int:
     """Runs a prefill node until it is told to stop. Returns the exit status."""
-    telemetry = Telemetry.setup(
-        "pdmesh-prefill", config.node_id, config.otlp_endpoint, metrics_are_scraped=config.metrics_port is not None
-    )
+    telemetry = Telemetry.for_node(config)
     stop_request = StopRequest()
     nodes: list[PrefillNode] = []
     watches: list[asyncio.Task[None]] = []

@@ -71,9 +71,7 @@ _MAX_BODY_BYTES_OF_ALL = 256 * 2**20
 
 async def serve(config: RouterConfig) -> int:
     """Runs a router until it is told to stop. Returns the exit status."""
-    telemetry = Telemetry.setup(
-        "pdmesh-router", config.node_id, config.otlp_endpoint, metrics_are_scraped=config.metrics_port is not None
-    )
+    telemetry = Telemetry.for_node(config)
     stop_request = StopRequest()
     routers: list[Router] = []
 

@@ -18,7 +18,7 @@ from pdmesh.v1 import decode_pb2
 from decode_node.bootstrap import PrefillPeer
 from decode_node.peers import PrefillPeers
 from decode_node.service import DecodeService
-from node_runtime.errors import NodeError, NoPrefillNodeReady, PrefillFailed
+from node_runtime.errors import NodeError, NoPrefillNodeReady, PrefillFailed, RemoteError
 from node_runtime.rpc import RpcContext, status_of
 
 MAX_ATTEMPTS: Final = 3
@@ -26,6 +26,7 @@ MAX_ATTEMPTS: Final = 3
 _MAX_EXTRA_HANDOFFS: Final = 2
 _REFUSED: Final = "RESOURCE_EXHAUSTED"
 _RETRIED: Final = frozenset(("UNAVAILABLE", "UNKNOWN", "DATA_LOSS", "CANCELLED", "FAILED_PRECONDITION", _REFUSED))
+_ABOUT_THE_CALL_ITSELF: Final = frozenset(("UNKNOWN", "CANCELLED"))
 
 
 class WholeEngine:
@@ -68,7 +69,7 @@ class WholeEngine:
             except PrefillFailed as error:
                 failures[message.prefill_address] = error
                 if has_begun or status_of(error).name not in _RETRIED:
-                    raise
+                    raise _as_told(error) from error
 
     def _chosen_prefill(self, token_ids: Sequence[int], failures: dict[str, NodeError]) -> str:
         """Its address; empty where this node computes the prompt. Raises the last failure when nobody else is left."""
@@ -82,11 +83,18 @@ class WholeEngine:
         if self._prefills_locally and all(status_of(error).name != _REFUSED for error in failures.values()):
             return ""
         for error in reversed(failures.values()):
-            raise error
+            raise _as_told(error) from error
         known = "; ".join(f"{status.address}: {status.detail or status.state}" for status in self._peers.statuses())
         raise NoPrefillNodeReady(
             f"no prefill node of decode node {self._node_id} is ready: {known or 'none is listed'}"
         )
+
+
+def _as_told(error: NodeError) -> NodeError:
+    """For a caller who has cancelled nothing: how this node's own call of a prefill node broke is none of his."""
+    if status_of(error).name not in _ABOUT_THE_CALL_ITSELF:
+        return error
+    return RemoteError("UNAVAILABLE", error.message)
 
 
 def chosen_peer(ready: Sequence[PrefillPeer], beginning: bytes) -> PrefillPeer:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
+from pdmesh.v1 import decode_pb2
 
 from decode_node.bootstrap import PrefillPeer
 from decode_node.config import DecodeNodeConfig, FusedNodeConfig
 from decode_node.engine_protocol.assembly import check_installed
-from decode_node.engine_protocol.whole_engine import chosen_peer
-from node_runtime.errors import BadConfig
+from decode_node.engine_protocol.whole_engine import MAX_ATTEMPTS, WholeEngine, chosen_peer
+from decode_node.peers import PrefillPeers
+from decode_node.service import DecodeService
+from node_runtime.errors import BadConfig, NodeError, PrefillFailed
+from node_runtime.rpc import RpcContext, status_of
 from node_runtime.rpc.access import ENGINE_PROTOCOL, roles_for
 
 
@@ -21,6 +26,46 @@ from node_runtime.rpc.access import ENGINE_PROTOCOL, roles_for
 class Peer:
     node_id: str
     num_users: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"{self.node_id}:1"
+
+
+@dataclass
+class Peers:
+    ready: list[Peer]
+
+
+@dataclass
+class FailingDecode:
+    """Its prefill nodes all fail with `code_name`, before anything of the answer is there or behind its beginning."""
+
+    code_name: str
+    has_begun: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def Generate(
+        self, request: decode_pb2.DecodeRequest, context: object
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        self.asked.append(request.prefill_address)
+        if self.has_begun:
+            yield decode_pb2.DecodeResponse()
+        raise PrefillFailed(self.code_name, "it broke", address=request.prefill_address)
+
+
+async def failure_by(decode: FailingDecode) -> NodeError:
+    engine = WholeEngine(
+        cast(DecodeService, decode),
+        node_id="decode-0",
+        peers=cast(PrefillPeers, Peers([Peer(f"prefill-{index}") for index in range(4)])),
+        prefills_locally=False,
+        prefix_granularity=4,
+    )
+    with pytest.raises(NodeError) as caught:
+        async for _ in engine.generate(decode_pb2.DecodeRequest(token_ids=range(8)), cast(RpcContext, None)):
+            pass
+    return caught.value
 
 
 def choose(peers: list[Peer], beginning: bytes) -> str:
@@ -45,6 +90,24 @@ def test_a_node_that_is_much_busier_than_others_is_left_alone() -> None:
     assert choose(peers, b"prompt") == favourite
     next(peer for peer in peers if peer.node_id == favourite).num_users = 3
     assert choose(peers, b"prompt") != favourite
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize(
+    ("code_name", "told"),
+    [
+        ("CANCELLED", "UNAVAILABLE"),
+        ("UNKNOWN", "UNAVAILABLE"),
+        ("UNAVAILABLE", "UNAVAILABLE"),
+        ("DATA_LOSS", "DATA_LOSS"),
+        ("RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
+    ],
+)
+async def test_who_has_cancelled_nothing_hears_of_no_cancellation(code_name: str, told: str, has_begun: bool) -> None:
+    decode = FailingDecode(code_name, has_begun)
+    error = await failure_by(decode)
+    assert (status_of(error).name, error.message) == (told, "it broke")
+    assert len(set(decode.asked)) == len(decode.asked) == (1 if has_begun else MAX_ATTEMPTS)
 
 
 @pytest.mark.parametrize("config_class", [DecodeNodeConfig, FusedNodeConfig])
