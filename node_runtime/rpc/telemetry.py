@@ -10,7 +10,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import Token
 from dataclasses import dataclass
 from enum import Enum
 
@@ -195,7 +196,7 @@ class Telemetry:
             span.fail(type(error).__name__, str(error))
             raise
         finally:
-            otel_context.detach(token)
+            _detach(token)
             started.end()
 
     def continued(self, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[None]:
@@ -251,7 +252,14 @@ class _Continued:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bound.__exit__(None, None, None)
-        otel_context.detach(self._token)
+        _detach(self._token)
+
+
+def _detach(token: Token[otel_context.Context]) -> None:
+    # An abandoned generator is closed by another task, whose context never saw the span. OpenTelemetry's own function
+    # logs a traceback then.
+    with suppress(ValueError):
+        token.var.reset(token)
 
 
 def _exporter(endpoint: str) -> OTLPSpanExporter:

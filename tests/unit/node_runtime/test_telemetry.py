@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -242,6 +242,20 @@ def test_log_records_inside_a_span_carry_its_trace_id() -> None:
     with telemetry.span("work") as span:
         assert f"[- {span.trace_id}]" in formatter.format(record)
     assert "[- -]" in formatter.format(record)
+    telemetry.shutdown(0.1)
+
+
+async def test_a_stream_that_another_task_closes_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry.setup("s", "n", "127.0.0.1:1")
+
+    async def numbers() -> AsyncGenerator[int, None]:
+        with telemetry.continued([("traceparent", "00-" + "a1" * 16 + "-" + "b2" * 8 + "-01")]), telemetry.span("work"):
+            yield 1
+
+    generator = numbers()
+    assert await asyncio.create_task(anext(generator)) == 1
+    await asyncio.create_task(generator.aclose())
+    assert caplog.text == ""
     telemetry.shutdown(0.1)
 
 
