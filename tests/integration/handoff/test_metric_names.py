@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.documented_metrics import ROLES, DocumentedMetric, documented_metrics
-from support.fake_mesh import FakeMesh
+from support.fake_mesh import FakeMesh, until
 from support.fake_router import FakeRouter
 from support.prometheus import scrape
 
@@ -57,6 +57,7 @@ async def test_every_node_shows_what_is_documented_and_nothing_else(
     decode = await mesh.decode(prefill, telemetry=scraped["decode"].telemetry)
     fused = await mesh.fused(telemetry=scraped["fused"].telemetry)
     await mesh.generate(fused, PROMPT)
+    await until(lambda: decode.node.is_ready, "the decode node has its peer")
     async with FakeRouter(prefill=[prefill], decode=[decode], telemetry=scraped["router"].telemetry) as router:
         # The second one finds the first one's prompt in both caches.
         for _ in range(2):
