@@ -22,7 +22,7 @@ from decode_node.verification import TransferVerifier
 from node_runtime.adapters import AdapterId
 from node_runtime.clock import Clock
 from node_runtime.engine.loop import EngineLoop
-from node_runtime.errors import IncompatiblePeer, PeerUnavailable, RequestCancelled
+from node_runtime.errors import IncompatiblePeer, NodeError, PeerUnavailable, RemoteError, RequestCancelled
 from node_runtime.handoff.messages import HANDOFF_ID_BYTES, Start
 from node_runtime.log_context import bound_request_id
 from node_runtime.rpc import Telemetry, TraceContext, current_context, span_names
@@ -94,6 +94,9 @@ class RemotePrefill:
             try:
                 received = await asyncio.shield(handoff.outcome)
             except HandoffFailedError as refusal:
+                if attempt > 1 and _is_already_there(refusal.error):
+                    # Our own first attempt, on a connection that broke on this side only, so far.
+                    raise PeerUnavailable(peer.address, "it has not yet noticed how the attempt before ended") from None
                 # One that was reached just now and is gone is left to whoever placed the request; one that wants
                 # another bootstrap has lost this node in the meantime.
                 is_gone = is_fresh and isinstance(refusal.error, PeerUnavailable)
@@ -179,6 +182,10 @@ class RemotePrefill:
                     span.fail(type(failure).__name__, failure.message)
         finally:
             await peer.release()
+
+
+def _is_already_there(error: NodeError) -> bool:
+    return isinstance(error, RemoteError) and error.code_name == "ALREADY_EXISTS"
 
 
 def _without_adapter(wanted: AdapterId, peer: PrefillPeer) -> IncompatiblePeer:

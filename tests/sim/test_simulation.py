@@ -20,8 +20,9 @@ from simulation.scenario import Scenario
 from simulation.tenants import ROOMY
 
 # Then requests that wait for others' samples, for which memory is there one at a time, and a node whose power is cut
-# while it is to be asked to leave, and a write that fails between a bootstrap and the first handoff after it.
-FIXED_SEEDS = (*range(60, 120), 30_791_249, 1_950_185_448, 1_950_204_377)
+# while it is to be asked to leave, a write that fails between a bootstrap and the first handoff after it, and a second
+# attempt that overtakes the news of how the first one ended.
+FIXED_SEEDS = (*range(60, 120), 30_791_249, 1_950_185_448, 1_950_204_377, 259_183_328)
 NUM_FRESH_SEEDS = 40
 
 

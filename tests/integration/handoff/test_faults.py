@@ -12,7 +12,7 @@ from pdmesh.v1 import inference_pb2
 from support.fake_compute import Gate, expected_tokens
 from support.fake_mesh import FakeMesh, FakeNode, until
 
-from node_runtime.errors import NotBootstrapped
+from node_runtime.errors import DuplicateRequest, NotBootstrapped
 from prefill_node.peers import DecodePeer, DecodePeers
 
 PROMPT = list(range(40, 77))
@@ -318,5 +318,24 @@ async def test_a_peer_that_is_lost_right_after_its_bootstrap_is_bootstrapped_aga
     answer = await mesh.generate(decode, PROMPT, prefill_address=prefill.address, max_tokens=4)
     assert answer.token_ids == expected_tokens(PROMPT, 4)
     assert len(refusals) == 1
+    for node in (prefill, decode):
+        await node.assert_all_blocks_return()
+
+
+async def test_a_first_attempt_that_its_peer_still_has_is_no_name_that_the_client_must_change(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection broke, and the second attempt came before the news of that."""
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    refusals = iter((NotBootstrapped("it was lost"), DuplicateRequest("r1")))
+
+    def find(peers: DecodePeers, incarnation: int) -> DecodePeer:
+        raise next(refusals)
+
+    monkeypatch.setattr(DecodePeers, "find", find)
+    code, message = await mesh.error(decode, PROMPT, prefill_address=prefill.address)
+    assert code == grpc.StatusCode.UNAVAILABLE
+    assert f"node at {prefill.address} is unavailable: it has not yet noticed" in message
+    assert next(refusals, None) is None
     for node in (prefill, decode):
         await node.assert_all_blocks_return()
