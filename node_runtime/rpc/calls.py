@@ -240,7 +240,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             task.uncancel()
             return NodeDraining(self._node_id, f"node {self._node_id} stopped before the call was done")
         if task.cancelling():
-            _log.info("%s cancelled by the caller", method)
+            _log.log(_log_level(method), "%s cancelled by the caller", method)
             return asyncio.CancelledError()
         # Nobody cancelled the call: something the handler awaited was cancelled. gRPC would leave the client waiting.
         return RequestCancelled("the work of this call was cancelled")
@@ -253,9 +253,15 @@ def _is_about_the_node(method: str) -> bool:
     return method.startswith(_ABOUT_THE_NODE)
 
 
-def _log_level(method: str, error: NodeError) -> int:
-    """No news: who follows a node asks for a few minutes and then again; who looks up what is not there, or not yet."""
-    is_planned = isinstance(error, DeadlineExceeded | RequestCancelled) or status_of(error) is grpc.StatusCode.NOT_FOUND
+def _log_level(method: str, error: NodeError | None = None) -> int:
+    """Of a call that failed, or (None) was cancelled. No news: who follows a node asks for a while and then again;
+    who looks up what is not there, or not yet.
+    """
+    is_planned = (
+        error is None
+        or isinstance(error, DeadlineExceeded | RequestCancelled)
+        or status_of(error) is grpc.StatusCode.NOT_FOUND
+    )
     return logging.DEBUG if _is_about_the_node(method) and is_planned else logging.INFO
 
 
