@@ -64,7 +64,7 @@ std::optional<Holdings> Scheduler::AdmitFirst(Round& round, Request& request, bo
 // A read from storage may miss, and then all rows of the plan are given up. On the prefill role a transfer
 // may read what earlier chunks computed, so there such a prompt does not run beside them.
 bool Scheduler::MayJoin(const Round& round, const PrefixProbe& probe) const {
-  return config_.role != Role::kPrefill || !round.has_later_chunk() || !probe.reads_storage();
+  return config_.role != Role::kPrefill || !round.has_later_chunk() || !coordinator_.ReadsStorage(probe);
 }
 
 // A retracted request gave way to others already: it waits and asks nobody to give way to it.

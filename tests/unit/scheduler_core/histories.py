@@ -97,7 +97,7 @@ class Prompt:
     """Prompts share tokens up to `fork_token` and, with equal stems, behind it. `flaw` makes it unacceptable."""
 
     num_tokens: int
-    max_new_tokens: int | None
+    max_new_tokens: int | None = None
     stem: int = 0
     fork_token: int = 0
     extra_keys: tuple[bytes, ...] = ()

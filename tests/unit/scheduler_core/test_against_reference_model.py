@@ -39,7 +39,7 @@ from reference_model.values import Admission, Handover, Occupancy, RemotePrefill
 
 import scheduler_core as sc
 
-from .histories import Drawn, History, Prompt, Step, Submit, histories
+from .histories import ComeAgain, Drawn, History, MakePlan, Prompt, Step, Submit, histories
 from .side_by_side import SideBySide
 
 settings.register_profile(
@@ -96,6 +96,16 @@ def sides_of(role: Role, num_lcm_blocks: int, groups: tuple[GroupShape, ...] = (
             token_budget=64,
             groups=groups,
         )
+    )
+
+
+def sliding(name: str, *, window_tokens: int, block_granularity: int, cache_blocks_per_lcm_block: int) -> GroupShape:
+    return GroupShape(
+        group_id=name,
+        kind=GroupKind.SLIDING,
+        window_tokens=window_tokens,
+        block_granularity=block_granularity,
+        cache_blocks_per_lcm_block=cache_blocks_per_lcm_block,
     )
 
 
@@ -183,8 +193,31 @@ def test_what_gave_way_without_a_prefix_cache_comes_back_to_its_own_state() -> N
         overlap_depth=1,
         num_host_lcm_blocks=2,
     )
-    short, long = Prompt(num_tokens=1, max_new_tokens=0), Prompt(num_tokens=32, max_new_tokens=None)
+    short, long = Prompt(num_tokens=1, max_new_tokens=0), Prompt(num_tokens=32)
     live_through((shape, [Submit((short,)), Submit((long, long)), *8 * [Step(ends=True, overlaps=False)]]))
+
+
+def test_what_the_device_has_behind_its_own_hit_is_not_read_from_storage() -> None:
+    """So the last prompt need not wait until no later chunk is computed beside it."""
+    shape = SchedulerShape(
+        role=Role.PREFILL,
+        prefix_granularity=4,
+        num_lcm_blocks=59,
+        max_batch_size=5,
+        token_budget=24,
+        groups=(
+            sliding("near", window_tokens=3, block_granularity=1, cache_blocks_per_lcm_block=4),
+            GroupShape(group_id="full", block_granularity=4, cache_blocks_per_lcm_block=2),
+            sliding("far", window_tokens=10, block_granularity=4, cache_blocks_per_lcm_block=1),
+        ),
+        verify_width=4,
+        overlap_depth=1,
+        num_host_lcm_blocks=2,
+        enable_storage=True,
+    )
+    short, long = Prompt(num_tokens=12, fork_token=4), Prompt(num_tokens=13, stem=1, fork_token=4)
+    twice = [Submit((short, short)), ComeAgain(302), Submit((long, long)), ComeAgain(230)]
+    live_through((shape, [*twice, MakePlan()]))
 
 
 # The comparison itself.

@@ -41,8 +41,6 @@ struct PrefixProbe {
   std::int64_t device_hit_tokens = 0;
   std::int64_t storage_hit_tokens = 0;           // in grains of which a part must be read from storage
   std::vector<SlotRun<HostHit>> host_hits = {};  // by group
-
-  bool reads_storage() const;
 };
 
 struct TierConfig {
@@ -126,6 +124,9 @@ class CacheCoordinator {
   // boundary, so the order of the groups does not matter.
   PrefixProbe ProbePrefix(std::span<const Digest> digests, std::int32_t num_grains,
                           ProbeScope scope = ProbeScope::kAllGroups) const;
+
+  // Whether an admission behind the whole hit would read storage, which may miss.
+  bool ReadsStorage(const PrefixProbe& probe) const;
 
   // First admission of a request: claims the probe's hits into its empty tables, evicts what must go and
   // acquires what `demands[group]` says behind the hit. Takes a new epoch. nullopt, with nothing changed, if

@@ -7,13 +7,6 @@
 
 namespace pdmesh {
 
-bool PrefixProbe::reads_storage() const {
-  return std::any_of(host_hits.begin(), host_hits.end(), [](const SlotRun<HostHit>& run) {
-    return std::any_of(run.hits.begin(), run.hits.end(),
-                       [](const HostHit& hit) { return hit.is_in_storage; });
-  });
-}
-
 void CacheCoordinator::AddTiers(const TierConfig& tiers) {
   if (tiers.num_host_lcm_blocks == 0) {
     return;
@@ -77,6 +70,20 @@ void CacheCoordinator::ExtendOnHost(PrefixProbe& probe, std::int64_t num_grains)
   for (std::size_t i = num_closed_; i < order_.size(); ++i) {
     KeepWindowOf(probe, order_[i]);
   }
+}
+
+// What the device has all the same, beyond its own hit, is read from nowhere.
+bool CacheCoordinator::ReadsStorage(const PrefixProbe& probe) const {
+  for (std::size_t group = 0; group < probe.host_hits.size(); ++group) {
+    const SlotRun<HostHit>& run = probe.host_hits[group];
+    for (std::int64_t slot = run.first_slot; slot < run.end_slot(); ++slot) {
+      if (run.hits[static_cast<std::size_t>(slot - run.first_slot)].is_in_storage &&
+          groups_[group]->index.Find(groups_[group]->keys.KeyOf(probe.digests, slot)) == nullptr) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 // Of an open group only what is read behind the whole hit is claimed.
