@@ -69,7 +69,7 @@ class WholeEngine:
             except PrefillFailed as error:
                 failures[message.prefill_address] = error
                 if has_begun or status_of(error).name not in _RETRIED:
-                    raise _as_told(error) from error
+                    raise _as_told(error) from None
 
     def _chosen_prefill(self, token_ids: Sequence[int], failures: dict[str, NodeError]) -> str:
         """Its address; empty where this node computes the prompt. Raises the last failure when nobody else is left."""
@@ -83,7 +83,7 @@ class WholeEngine:
         if self._prefills_locally and all(status_of(error).name != _REFUSED for error in failures.values()):
             return ""
         for error in reversed(failures.values()):
-            raise _as_told(error) from error
+            raise _as_told(error)
         known = "; ".join(f"{status.address}: {status.detail or status.state}" for status in self._peers.statuses())
         raise NoPrefillNodeReady(
             f"no prefill node of decode node {self._node_id} is ready: {known or 'none is listed'}"
@@ -91,7 +91,7 @@ class WholeEngine:
 
 
 def _as_told(error: NodeError) -> NodeError:
-    """For a caller who has cancelled nothing: how this node's own call of a prefill node broke is none of his."""
+    """For a caller who has cancelled nothing: how this node's own call of a prefill node broke is no news to them."""
     if status_of(error).name not in _ABOUT_THE_CALL_ITSELF:
         return error
     return RemoteError("UNAVAILABLE", error.message)
